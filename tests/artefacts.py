@@ -46,11 +46,11 @@ def draw(name: str, num: int, seed: int, side: int = SIDE) -> torch.Tensor:
     return torch.from_numpy(images)
 
 
-def write_images(folder: Path, per_class: int = PER_CLASS, side: int = SIDE) -> Path:
-    """Write ``folder/<class>/<n>.png``."""
-    for seed, name in enumerate(CLASSES):
+def write_images(folder: Path, per_class: int = PER_CLASS, side: int = SIDE, seed: int = 0) -> Path:
+    """Write ``folder/<class>/<n>.png``; images of other seeds are others."""
+    for number, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
-        for index, image in enumerate(draw(name, per_class, seed, side)):
+        for index, image in enumerate(draw(name, per_class, seed + number, side)):
             save_png(image, folder / name / f"{index:02d}.png")
     return folder
 

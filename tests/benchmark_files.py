@@ -83,7 +83,7 @@ def file(**changes: Any) -> BenchmarkFile:
 def write_sides(folder: Path) -> Path:
     """Images to train on and to hold out."""
     write_images(folder / "train", per_class=64)
-    write_images(folder / "test", per_class=20)
+    write_images(folder / "test", per_class=20, seed=10)
     return folder
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
 from hddm.data.images import contact_sheet
+from hddm.data.shard_records import named_shards
 from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.evaluation.scores import LEARNED, RECOGNISED
@@ -211,8 +212,10 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     """Sheets of real images and of each row of the first table, with what the first samples show."""
     real = next(shlex.split(step.command)[2] for step in results.steps if step.name.endswith("scores/real"))
     # Images of the user may be named by a path from where the benchmark was started.
-    place = folder / real if (folder / real).exists() else Path(real)
-    paths = [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
+    named = folder / real if (folder / real).exists() else Path(real)
+    places = named_shards(named, are_held_out=True) or [named]
+    files = [path for place in places for path in sorted(place.rglob("*"))]
+    paths = [path for path in files if path.suffix in SUFFIXES]
     # From all over, since they are sorted by class.
     sheet = _sheet(paths[:: len(paths) // GRID_IMAGES or 1])
     yield {"name": f"real images, {results.images_of}", "first": [], "sheet": sheet}

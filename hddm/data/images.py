@@ -143,6 +143,21 @@ def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> Hd
     )
 
 
+def shared_images(option: str, path: Path, total: int, among: str, shared: Mapping[str, str]) -> HddmError:
+    """Error for an ``option`` whose images must not be ``among`` others, and some of ``total`` are.
+
+    ``shared`` has their names, each with that of the image that it equals.
+    """
+    name, other = next(iter(shared.items()))
+    example = f"such as {name}, which is {other} there"
+    if len(shared) == total:
+        remedy = "name other images; hddm partition --held-out keeps some"
+        return HddmError(f"`{option}` {path}: all its images are also {among}, {example}; {remedy}")
+    number = f"{len(shared)} of {counted(total, 'image')} are also {among}, {example}"
+    remedy = "remove them here, or name other images; hddm partition --held-out keeps some"
+    return HddmError(f"`{option}` {path}: {number}; {remedy}", shown(list(shared)))
+
+
 def pixel_digest(pixels: NDArray[np.uint8]) -> bytes:
     """SHA-256 of an image's shape and RGB pixels; ``pixels`` are (H, W) or (H, W, 3)."""
     colour = in_colour(pixels)

@@ -130,6 +130,12 @@ class ShardManifest(Record):
         """Samples in the shard."""
         return len(self.images) - len(self.skipped)
 
+    @property
+    def rows(self) -> list[ImageEntry]:
+        """The image of each sample."""
+        skipped = {one.file for one in self.skipped}
+        return [entry for entry in self.images if entry.file not in skipped]
+
 
 class PartitionRecord(OpenRecord):
     """``partition.json``: how shards were made; ``images`` includes held-out ones, not skipped ones."""
@@ -174,6 +180,28 @@ def find_held_out(folder: Path) -> list[Path]:
     """Existing held-out shards of a partition, in order; raises `HddmError` if ``folder`` is no partition."""
     found = [folder / HELD_OUT / shard.name for shard in find_shards(folder)]
     return [shard for shard in found if shard.is_dir()]
+
+
+def named_shards(path: Path, are_held_out: bool) -> list[Path]:
+    """Shards of the images that ``path`` names; empty for a folder of images, or another source of them.
+
+    A shard stands for itself, and the folder ``held_out`` of a partition for all shards in it. A partition
+    stands for its held-out images where images that no model was trained on are wanted (``are_held_out``),
+    else for its training images. Raises `HddmError` for a partition that holds none out.
+    """
+    if holds_shard(path):
+        return [path]
+    is_held_out_part = path.name == HELD_OUT and (path.parent / PARTITION_FILE).is_file()
+    partition = path.parent if is_held_out_part else path
+    if not (partition / PARTITION_FILE).is_file():
+        return []
+    if not (are_held_out or is_held_out_part):
+        return find_shards(partition)
+    found = find_held_out(partition)
+    if not found:
+        text = "holds no held-out images; hddm partition --held-out keeps some"
+        raise HddmError(f"{partition}: {text}, or name a shard that no model was trained on")
+    return found
 
 
 def holds_shard(folder: Path) -> bool:

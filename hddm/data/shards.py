@@ -235,8 +235,7 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
         text = f"has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
         raise HddmError(f"{folder}: {text}")
-    skipped, texts = {one.file for one in manifest.skipped}, None
-    entries = [entry for entry in manifest.images if entry.file not in skipped]
+    entries, texts = manifest.rows, None
     if manifest.encoding is not None:
         layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
         verified = HashCache(folder)

@@ -1,6 +1,7 @@
 """Images to measure, from files, archives or shards, and their record in a result."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hddm.data.images import ImageSet, read_image, stack, too_many_bad
-from hddm.data.shard_records import (
-    HELD_OUT,
-    PARTITION_FILE,
-    find_held_out,
-    find_shards,
-    holds_shard,
-    open_images,
-    read_manifest,
-)
+from hddm.data.images import ImageSet, pixel_digest, read_image, shared_images, stack, too_many_bad
+from hddm.data.shard_records import ShardManifest, named_shards, open_images, read_manifest
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
@@ -32,6 +25,10 @@ from hddm.utils.records import SAMPLING_FILE, Count, OpenRecord, parse_record
 
 Role = Literal["images", "reference", "validation", "held_out"]
 """Role of a path: samples, training images, or images that no model was trained on."""
+_FRESH: tuple[Role, ...] = ("validation", "held_out")
+"""Roles of images that no model was trained on."""
+_KNOWN: dict[Role, str] = {"reference": "training", "validation": "validation", "held_out": "held-out"}
+"""Roles of real images, of which each image has one only, and their names in texts."""
 
 
 class ReadImage(NamedTuple):
@@ -79,14 +76,22 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     """Read the images of each role, in sorted order, without unreadable ones.
 
     A path is a source as in `hddm.data.sources.open_source`, or a shard or a partition, of images or encoded
-    to pixels; its role selects the training or the held-out images of a partition. Samples must not be JPEG,
-    by content, since its compression changes distances; images of a partition may be, since they are real.
+    to pixels. A partition stands for its training images as reference, and for its held-out images in every
+    other role (`hddm.data.shard_records.named_shards`). Samples must not be JPEG, by content, since its
+    compression changes distances; real images may be: those of a partition, and those that are also named as
+    held-out or validation images.
 
-    Raises `HddmError`, before any image is read, as `open_source`, `open_shard` and
-    `hddm.data.shard_records.find_shards`, for latents, and for a partition that holds nothing out as held-out
-    images; for JPEG samples; for more than ``max_bad`` unreadable images in all, by name; for images of
-    several sizes, and fewer than `FEWEST_IMAGES` in a group.
+    Raises `HddmError`, before any image is read, as `open_source`, `open_shard` and `named_shards`, and for
+    latents; for JPEG samples; for more than ``max_bad`` unreadable images in all, by name; for images of
+    several sizes, and fewer than `FEWEST_IMAGES` in a group; and for an image that has two of the roles
+    reference, validation and held-out.
     """
+    for role in _FRESH:
+        if "images" in paths and role in paths and paths[role].resolve() == paths["images"].resolve():
+            # Real images in the place of samples are read once, and so are the same in both roles.
+            others: dict[Role, Path] = {one: path for one, path in paths.items() if one != "images"}
+            groups = read_data(others, max_bad)
+            return {"images": groups[role], **groups}
     sources = {role: _sources(path, role) for role, path in paths.items()}
     bad: dict[Role, dict[str, str]] = {role: {} for role in paths}
     read: dict[Role, list[ReadImage]] = {role: [] for role in paths}
@@ -98,9 +103,40 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     if len(reasons) > max_bad:
         places = dict.fromkeys(str(paths[role]) for role, one in bad.items() if one)
         raise too_many_bad(", ".join(places), reasons, max_bad)
+    _refuse_shared(paths, read)
     return {
         role: _group(paths[role], read[role], sources[role][0][1].classes, tuple(bad[role])) for role in paths
     }
+
+
+def _refuse_shared(paths: Mapping[Role, Path], read: Mapping[Role, Sequence[ReadImage]]) -> None:
+    """Refuse held-out and validation images that are also training images, or each other's, by pixels."""
+    roles: list[Role] = [role for role in _KNOWN if role in paths]
+    for other, role in itertools.combinations(roles, 2):
+        if _are_apart(paths[other], paths[role]):
+            continue
+        known = {pixel_digest(one.pixels): one.name for one in read[other]}
+        digests = [(one.name, pixel_digest(one.pixels)) for one in read[role]]
+        shared = {name: known[digest] for name, digest in digests if digest in known}
+        if shared:
+            among = f"{_KNOWN[other]} images of {paths[other]}"
+            raise shared_images(role, paths[role], len(digests), among, shared)
+
+
+def _are_apart(reference: Path, fresh: Path) -> bool:
+    """True if hddm partition held the images of ``fresh`` out of those of ``reference``.
+
+    Equal images are then on one side. Some may be equal as they are encoded, though not at their full size:
+    `hddm.evaluation.measures.Memorisation` counts those.
+    """
+    training = {(one.partition, one.held_out_of is None) for one in _manifests(reference, "reference")}
+    held_out = {(one.partition, one.held_out_of is None) for one in _manifests(fresh, "held_out")}
+    partition = next((one for one, _ in training), None)
+    return partition is not None and (training, held_out) == ({(partition, True)}, {(partition, False)})
+
+
+def _manifests(root: Path, role: Role) -> list[ShardManifest]:
+    return [read_manifest(shard) for shard in _shards(root, role)]
 
 
 def _group(
@@ -196,19 +232,8 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
 
 
 def _shards(root: Path, role: Role) -> list[Path]:
-    """Shards at ``root``, none for another source of images."""
-    if holds_shard(root):
-        return [root]
-    is_held_out = root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file()
-    partition = root.parent if is_held_out else root
-    if not (partition / PARTITION_FILE).is_file():
-        return []
-    if not is_held_out and role in ("images", "reference"):
-        return find_shards(root)
-    found = find_held_out(partition)
-    if not found:
-        raise HddmError(f"{partition}: holds no held-out images; hddm partition --held-out keeps some")
-    return found
+    """Shards that ``root`` names, none for another source of images."""
+    return named_shards(root, are_held_out=role != "reference")
 
 
 def _read(

@@ -378,7 +378,7 @@ class RunOptions(Keeping):
     allow_config_change: bool = False
     """Resume even if settings have changed."""
     held_out: Annotated[Path, READ, Shown("FOLDER")] | None = None
-    """Shard whose images are not trained on; the error on them is logged by noise level."""
+    """Images not trained on, or their partition folder; the error on them is logged by noise level."""
     validate_every: Positive = 500
     """Steps between measurements on `held_out`."""
 

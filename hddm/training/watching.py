@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hddm.conditions import LABELS, Conditions
+from hddm.data.held_out import open_held_out
 from hddm.data.images import save_png, tiled, to_bytes
-from hddm.data.shards import Shard, open_shard
+from hddm.data.shards import Shard
 from hddm.running import Batch, Seeded, run
 from hddm.sampling import plan
 from hddm.training.denoising import velocity_errors
@@ -51,12 +52,14 @@ def watching(
     with; without field and shard there are no pictures. ``options`` name the held-out images, if any.
 
     Raises:
-        HddmError: for held-out images that are those of the training, or of other classes.
+        HddmError: as `hddm.data.held_out.open_held_out`, and for held-out images of other classes, or without
+            captions where the network is trained with some.
     """
-    images = None if options is None or options.held_out is None else open_shard(options.held_out)
-    if images is not None and shard is not None:
-        if images.hash == shard.hash:
-            raise HddmError(f"`held_out` {images.folder}: is the shard that is trained on; name another")
+    images = None
+    if options is not None and options.held_out is not None and shard is not None:
+        images = open_held_out(options.held_out, shard)
+        if TEXT in conditions and images.texts is None:
+            raise HddmError(f"`held_out` {images.folder}: holds no text embeddings; hddm encode makes them")
         if field is not None:
             conditions_of(images, field)
 

@@ -248,10 +248,25 @@ def test_the_training_stays_as_it_is_and_the_errors_are_those_of_its_weights(
     assert entries[-1]["raw"] != entries[-1]["ema"]
 
 
-def test_the_shard_itself_is_refused_before_the_first_step(parts: tuple[Path, Path], tmp_path: Path) -> None:
-    run, settings = RunOptions(held_out=parts[0]), expert_settings("flow", steps=2)
-    said = refusal(train_expert, parts[0], tmp_path / "out", settings, run=run)
-    assert "is the shard that is trained on" in said
+def test_the_partition_stands_for_the_images_that_it_holds_out_of_the_shard(
+    parts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shard, held_out = parts
+    settings, found = expert_settings("flow", steps=2), []
+    for number, place in enumerate((held_out, held_out.parent, shard.parent)):
+        out = tmp_path / str(number)
+        train_expert(shard, out, settings, run=RunOptions(held_out=place, validate_every=2))
+        found.append(read_json(out / "expert.json")["training"]["held_out"])
+    assert found[0] == found[1] == found[2]
+
+
+def test_images_that_are_trained_on_are_refused_before_the_first_step(
+    parts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", steps=2)
+    for place in (parts[0], parts[0] / "images"):
+        said = refusal(train_expert, parts[0], tmp_path / "out", settings, run=RunOptions(held_out=place))
+        assert f"`held_out` {place}: all its images are also training images of {parts[0]}, such as" in said
     assert not list(tmp_path.glob("out*"))
 
 
