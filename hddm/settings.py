@@ -411,7 +411,7 @@ class EvaluationSettings(Described):
     mirrored: bool = False
     """Count a mirrored training image as a copy, after `random_flip=True`."""
     brief: bool = False
-    """Measure only what is fast: distances, diversity, memorisation."""
+    """Measure only what is fast: no kernel distances, no diversity within conditions."""
     allow_few: bool = False
     """Accept fewer images than features, marked as not comparable."""
     max_bad: Count = 0

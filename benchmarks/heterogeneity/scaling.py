@@ -59,7 +59,7 @@ class Cell:
     single: tuple[float, ...]
     rows: Mapping[str, tuple[float, ...]]
     learned: Mapping[str, bool]
-    """By row, one model included: False where a classifier recognises too few of the samples."""
+    """By row, one model included: False for a model that did not learn (`Row.why_not_learned`)."""
 
     def ratios(self, row: str) -> list[float]:
         """Distance of a row over the distance of one model, per seed."""
@@ -126,7 +126,7 @@ def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
         f"Fréchet distance to held-out images, {sweep.num_images:,} samples, one expert per image, "
         "features of a classifier that was trained apart: mean of training seeds "
         f"{', '.join(map(str, sweep.seeds))}; in brackets each seed's ratio to one model. A row in "
-        "parentheses did not learn: the classifier recognises too few of its samples. Budgets of a cell "
+        "parentheses did not learn, by the rule of docs/guides/benchmark.md. Budgets of a cell "
         f"differ by {PERCENT_UNEQUAL:g} % or its report says so."
     )
     yield ""

@@ -26,6 +26,12 @@ LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
 PERCENT_UNEQUAL = 2.0
+_LACKING = {
+    "recognised": "a classifier recognises too few of its samples",
+    "precision": "too few of its samples look like real images",
+    "recall": "its samples look like too few of the real images",
+}
+"""What the samples of a model that did not learn lack, by the figure that shows it (`Scores.beside_real`)."""
 
 
 class ScoredRow(Record):
@@ -137,9 +143,26 @@ class Row:
 
     @property
     def has_learned(self) -> bool:
-        """False where samples are recognised less than `LEARNED` times as often as real images."""
-        own, real = (self.figure(f"recognised.{key}") for key in ("share", "real"))
-        return own is None or real is None or own.mean >= LEARNED * real.mean
+        """False for a model that did not learn, by `why_not_learned`."""
+        return self.why_not_learned is None
+
+    @property
+    def why_not_learned(self) -> str | None:
+        """What its samples lack: figures below `LEARNED` times those of real images; None if it has learned.
+
+        One figure alone would not show it. A classifier may recognise noise with certainty, precision is high
+        for noise that lies among the real images, and recall for noise that lies around them.
+        """
+        each = [one.evaluation.beside_real for one in self.scored]
+        lacking = []
+        for name, words in _LACKING.items():
+            pairs = [figures[name] for figures in each if name in figures]
+            if not pairs:
+                continue
+            own, real = map(statistics.fmean, zip(*pairs, strict=True))
+            if own < LEARNED * real:
+                lacking.append(f"{words} ({name} {number(own)}, real images {number(real)})")
+        return " and ".join(lacking) or None
 
     @property
     def experts_a_step(self) -> float:
@@ -304,12 +327,12 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     why = None
-    failed = [row.name for row in (ours, base) if not row.has_learned]
+    failed = {row.name: why for row in (ours, base) if (why := row.why_not_learned) is not None}
     fixed = dict.fromkeys(row.one.of for row in (ours, base) if row.group.is_one_model)
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
     elif failed:
-        why = f"{' and '.join(failed)}: did not learn, since a classifier recognises too few of its samples"
+        why = "; ".join(f"{name}: did not learn, since {lacking}" for name, lacking in failed.items())
     elif fixed:
         why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
     elif (a := ours.one.evaluation.images) != (b := base.one.evaluation.images):

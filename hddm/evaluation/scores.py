@@ -38,7 +38,8 @@ _BATCH = 512
 RECOGNISED = 0.9
 """An image is recognised if the classifier's probability of some class is above this."""
 LEARNED = 0.5
-"""Samples of a model that has learned are recognised at least this many times as often as real images."""
+"""A model has learned if its samples are recognised at least this many times as often as real images, and
+have at least this many times the precision and the recall of real images."""
 SHOWN = 24
 """Samples whose classes are recorded, for the pictures of a report."""
 
@@ -47,13 +48,18 @@ Split = Literal["training", "validation", "held_out"]
 
 
 class SplitScores(OpenRecord):
-    """Scores against the images of one ``split``; the slower ones are None unless the scorer is complete."""
+    """Scores against the images of one ``split``.
+
+    The kernel distance, and the ``overlap`` with training images, are None unless the scorer is complete.
+    """
 
     split: Split
     distance: Distance | None = None
     """None where a domain has no more images than features."""
     kernel: KernelDistance | None = None
     overlap: PrecisionRecall | None = None
+    real_overlap: PrecisionRecall | None = None
+    """Of training images in the place of the samples, and as many; None for the training images' own."""
 
 
 class DomainScores(OpenRecord):
@@ -98,6 +104,22 @@ class Scores(OpenRecord):
     recognised: Recognised | None = None
     domains: tuple[DomainScores, ...] = ()
     label_accuracy: Share | None = None
+
+    @property
+    def beside_real(self) -> dict[str, tuple[float, float]]:
+        """Share recognised, precision and recall: of the samples, and of real images.
+
+        They show whether a model has learned (`LEARNED`). Only those that were measured are there; precision
+        and recall are on images not trained on.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        if self.recognised is not None:
+            found["recognised"] = self.recognised.share, self.recognised.real
+        for one in self.splits:
+            if one.overlap is not None and one.real_overlap is not None:
+                found["precision"] = one.overlap.precision, one.real_overlap.precision
+                found["recall"] = one.overlap.recall, one.real_overlap.recall
+        return found
 
     def to(self, split: Split) -> Distance | None:
         """Fréchet distance to the images of ``split``, None if there were none."""
@@ -165,11 +187,18 @@ class Scorer:
 
     def _against(self, split: Split, features: Features, known: Features) -> SplitScores:
         distance = measure(features, known, self.resamples)
-        if not self.complete:
-            return SplitScores(split=split, distance=distance)
-        kernel = kernel_distance(features, known)
-        overlap = precision_recall(torch.from_numpy(features), torch.from_numpy(known))
-        return SplitScores(split=split, distance=distance, kernel=kernel, overlap=overlap)
+        kernel = overlap = real_overlap = None
+        if self.complete:
+            kernel = kernel_distance(features, known)
+        if self.complete or split != "training":
+            overlap = precision_recall(torch.from_numpy(features), torch.from_numpy(known))
+        if overlap is not None and split != "training":
+            # As many, since both figures depend on the number.
+            training = torch.from_numpy(self._known[0])
+            real_overlap = precision_recall(training, torch.from_numpy(known), most=overlap.images)
+        return SplitScores(
+            split=split, distance=distance, kernel=kernel, overlap=overlap, real_overlap=real_overlap
+        )
 
     def _classified(self, features: Tensor, labels: Tensor | None) -> dict[str, Any]:
         """What a classifier says of samples with ``features`` (n, d), where there is one."""

@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 
-from hddm.benchmark.report import REPORT_FILE, tables_text, write_report
-from hddm.benchmark.results import Results, read_results
+from hddm.benchmark.report import REPORT_FILE, _pictured, tables_text, write_report
+from hddm.benchmark.results import Results, StepRecord, read_results
+from hddm.data.partition import partition
+from hddm.evaluation.measures import PrecisionRecall
+from hddm.evaluation.scores import Recognised
 from tests.artefacts import Command, write_images
-from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, compared, more_seeds
+from tests.benchmark_files import (
+    FLOW,
+    MIXED,
+    SINGLE,
+    THREE,
+    Finished,
+    again,
+    compared,
+    file,
+    more_seeds,
+)
 from tests.browser import CHROMIUM, Browser
 
 
@@ -52,16 +65,30 @@ def test_too_few_seeds_few_images_and_one_set_of_weights_have_no_verdict(miniatu
     assert f"† {SINGLE}: one set of weights in every seed" in tables_text(fixed)
 
 
-def test_a_model_that_did_not_learn_is_shown_and_not_compared(three: Results) -> None:
+@pytest.mark.parametrize(
+    ("lacking", "why"),
+    [
+        ("recognised", "a classifier recognises too few of its samples (recognised 0.40, real images 0.90)"),
+        ("precision", "too few of its samples look like real images (precision 0.40, real images 0.90)"),
+        ("recall", "its samples look like too few of the real images (recall 0.40, real images 0.90)"),
+    ],
+)
+def test_a_model_that_did_not_learn_is_shown_and_not_compared(lacking: str, why: str, three: Results) -> None:
     scored = []
     for one in three.scored:
-        share = 0.4 if one.of == FLOW else 0.9
-        recognised = three.real.recognised.model_copy(update={"share": share, "real": 1.0})
-        evaluation = one.evaluation.model_copy(update={"recognised": recognised})
+        figures = {name: 0.5 for name in ("recognised", "precision", "recall")}
+        if one.of == FLOW:
+            figures[lacking] = 0.4
+        recognised = Recognised(share=figures["recognised"], real=0.9)
+        overlap = PrecisionRecall(precision=figures["precision"], recall=figures["recall"], images=40)
+        real = PrecisionRecall(precision=0.9, recall=0.9, images=40)
+        (split,) = one.evaluation.splits
+        splits = (split.model_copy(update={"overlap": overlap, "real_overlap": real}),)
+        evaluation = one.evaluation.model_copy(update={"recognised": recognised, "splits": splits})
         scored.append(one.model_copy(update={"evaluation": evaluation}))
     results = compared(three.model_copy(update={"scored": tuple(scored)}))
     assert results.answers[0].verdict.judgement == "better"
-    assert "homogeneous flow: did not learn" in (results.answers[1].verdict.why or "")
+    assert results.answers[1].verdict.why == f"{FLOW}: did not learn, since {why}"
 
 
 def test_the_page_needs_no_other_file_and_names_are_no_html(miniature: Finished, tmp_path: Path) -> None:
@@ -86,6 +113,33 @@ def test_real_images_in_a_folder_with_a_space_in_its_name_are_shown(
     # Beside no samples, so that the only picture is of the real images.
     write_report(tmp_path, miniature.results.model_copy(update={"steps": steps}))
     assert (tmp_path / REPORT_FILE).read_text(encoding="utf-8").count("data:image/png") == 1
+
+
+def test_a_partition_is_scored_on_the_images_that_it_holds_out(miniature: Finished, tmp_path: Path) -> None:
+    measured = {"reference": "$all", "held_out": "$all", "features": "classifier", "options": "--allow-few"}
+    results = again(
+        miniature, tmp_path / "out", file(evaluate=measured, tables={"models": {"rows": [SINGLE]}})
+    )
+    real = results.real
+    assert real.data.images == real.data.held_out
+    assert real.data.held_out.hash != real.data.reference.hash
+    assert real.to("training").value > 1e-3
+    assert f"Real held-out images ({real.images:,}) are at" in tables_text(results)
+
+
+def test_of_a_partition_those_that_it_holds_out_are_shown_as_real_images(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    partition(write_images(tmp_path / "images", per_class=40), tmp_path / "all", 1, held_out=0.4)
+
+    def sheet(place: str) -> str:
+        command = f"hddm evaluate {place} --reference all --out scores/real.json"
+        steps = [one for one in miniature.results.steps if one.name != "scores/real"]
+        steps.append(StepRecord(name="scores/real", command=command, seconds=1.0))
+        results = miniature.results.model_copy(update={"steps": tuple(steps)})
+        return str(next(_pictured(tmp_path, results))["sheet"])
+
+    assert sheet("all") == sheet("all/held_out/shard_0") != sheet("all/shard_0")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome")

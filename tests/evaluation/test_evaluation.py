@@ -29,6 +29,7 @@ from hddm.evaluation.measures import (
     measure,
     memorisation,
     nearest_distances,
+    precision_recall,
     within_conditions,
 )
 from hddm.evaluation.results import Evaluation
@@ -194,14 +195,30 @@ def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     scores = complete.score(samples, torch.tensor([0] * 90 + [1] * 30))
     plain = _scorer(FLAT, *sides, 3).score(samples)
     assert scores.to("held_out") == plain.to("held_out")
-    for more, less in zip(scores.splits, plain.splits, strict=True):
-        assert (less.kernel, less.overlap) == (None, None)
-        assert None not in (more.kernel, more.overlap)
+    assert [one.kernel for one in plain.splits] == [None, None]
+    assert all(None not in (one.kernel, one.overlap) for one in scores.splits)
     assert scores.splits[0].overlap.precision > 0.8
+    # It decides whether a model has learned, so it is always measured.
+    assert plain.splits[0].overlap is None
+    assert plain.splits[1].overlap == scores.splits[1].overlap
     within = scores.within_conditions
     assert within.images == pytest.approx(within.reference, rel=0.1)
     # Of two classes far apart, all pairs differ more than those of one class.
     assert within.images < torch.pdist(to_unit_range(samples).flatten(1)).mean()
+
+
+def test_precision_and_recall_of_real_images_are_those_of_training_images_and_as_many(home: Path) -> None:
+    training, held_out = draw("columns", 300, 0), draw("columns", 200, 1)
+    scorer = _scorer(FLAT, training, held_out, resamples=2)
+    own, fresh = scorer.score(draw("columns", 50, 2)).splits
+    assert (own.real_overlap, fresh.real_overlap.images, fresh.overlap.images) == (None, 50, 50)
+    rows = [torch.from_numpy(scorer._features(one)) for one in (training, held_out)]
+    assert fresh.real_overlap == precision_recall(*rows, most=50)
+    assert fresh.real_overlap.precision > 0.7
+    noise = scorer.score(torch.randint(0, 256, (50, 1, 4, 4), generator=NOISE).byte())
+    assert noise.beside_real["precision"] == (0.0, fresh.real_overlap.precision)
+    # Its balls are wide, and hold all images: one of the two figures is not enough.
+    assert noise.beside_real["recall"] == (1.0, fresh.real_overlap.recall)
 
 
 def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: Path) -> None:
