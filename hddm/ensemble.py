@@ -146,6 +146,12 @@ class Ensemble:
         self.strategy = strategy
         self.shift = shift
 
+    def __repr__(self) -> str:
+        routed = "no router" if self.router is None else "a router"
+        return (
+            f"<Ensemble of {len(self.parts)} experts, {self.strategy}, {routed}, samples {self.sample_shape}>"
+        )
+
     @functools.cached_property
     def experts(self) -> list[VelocityField]:
         """The parts' velocity fields."""

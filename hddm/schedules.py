@@ -178,7 +178,7 @@ class CosineSchedule(Schedule):
         return 2 / math.pi * torch.atan(torch.exp(-log_snr / 2))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DiscreteSchedule(Schedule):
     """A variance-preserving DDPM schedule, read at fractional timestep indices too.
 
@@ -207,6 +207,10 @@ class DiscreteSchedule(Schedule):
         table = log_alpha_squared - torch.log(-torch.expm1(log_alpha_squared))
         object.__setattr__(self, "end", float(len(betas) - 1))
         object.__setattr__(self, "_tables", {torch.device("cpu"): table})
+
+    def __repr__(self) -> str:
+        kind = self.source.get("beta_schedule", "own")
+        return f"<DiscreteSchedule of {len(self.betas)} {kind} betas>"
 
     @property
     def config(self) -> dict[str, Any]:

@@ -233,6 +233,10 @@ class VelocityField:
                 f"schedule's own range, {self.range[0]:.4g}:{self.range[1]:.4g}"
             )
 
+    def __repr__(self) -> str:
+        predicts = self.prediction_type.value
+        return f"<VelocityField of a network that predicts {predicts}, samples {self.sample_shape}>"
+
     @property
     def device(self) -> torch.device:
         """Where the network's parameters are; the CPU for one without any."""

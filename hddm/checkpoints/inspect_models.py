@@ -26,7 +26,7 @@ from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord,
 from hddm.networks.folders import WEIGHTS, empty_network
 from hddm.networks.wrappers import interface_of
 from hddm.routers import Topic
-from hddm.schedules import from_config
+from hddm.schedules import DiscreteSchedule, Schedule, from_config
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import file_kind, read_json
@@ -90,45 +90,55 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         # Any height and width will do here: they are not part of the result.
         interface = interface_of(network, empty.config, (64, 64))
         unstated.append(str(error))
-    described: dict[str, Any] = {
-        "kind": "checkpoint",
-        "layout": source.layout,
-        "files": [file.name for file in source.files],
-        "weights": list(source.sets),
-        **dict.fromkeys(("prediction_type", "prediction_source", "schedule", "schedule_source")),
-        **dict.fromkeys(("schedule_range", "shift")),
-    }
-    notes = list(source.declared.notes)
+    notes, stated = list(source.declared.notes), dict[str, Any]()
+    summary = "what its network predicts, and on which schedule, is not stated"
     try:
         found = resolve_conventions(source, None, None)
         if shape or not found.scheduler.get("use_dynamic_shifting"):
             found = with_shift(found, source, interface)
-            described["shift"] = found.shift
-        described |= {
+            stated["shift"] = found.shift
+        stated |= {
             "prediction_type": found.prediction_type.value,
             "schedule": found.schedule.config,
             "schedule_source": found.schedule_source,
             "prediction_source": found.prediction_source,
             "schedule_range": list(found.schedule.range),
         }
+        summary = f"its network predicts {found.prediction_type.value}, on {_named(found.schedule)}"
         notes += found.notes
     except HddmError as error:
         unstated.append(str(error))
-    return described | {
+    return {
+        "kind": "checkpoint",
+        "summary": summary,
+        "layout": source.layout,
+        "network": network,
+        "parameters": sum(tensor.numel() for tensor in source.weights.values()),
         "sample_shape": shape,
         "space": "latents" if source.declared.is_latent else "pixels",
+        "conditions": list(interface.conditions),
+        "licence": source.licence,
+        "unstated": unstated,
+        "notes": notes,
+        "components": list(source.components),
+        "files": [file.name for file in source.files],
+        "weights": list(source.sets),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}),
+        **dict.fromkeys(("prediction_type", "prediction_source", "schedule_source", "schedule_range", "shift")),
         "latent_scale": source.declared.latent_scale,
         "variance_head": interface.variance_head,
-        "conditions": list(interface.conditions),
         "null_class": interface.null_class,
-        "licence": source.licence,
-        "parameters": sum(tensor.numel() for tensor in source.weights.values()),
-        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}),
-        "network": network,
+        "schedule": None,
+        **stated,
         "architecture": arguments,
-        "notes": notes,
-        "unstated": unstated,
     }
+
+
+def _named(schedule: Schedule) -> str:
+    """A schedule in a few words."""
+    if isinstance(schedule, DiscreteSchedule):
+        return f"{len(schedule.betas)} steps of {schedule.source.get('beta_schedule', 'own')} betas"
+    return f"the {schedule.config['name']} schedule"
 
 
 def _expert(folder: Path) -> dict[str, Any]:
@@ -136,26 +146,36 @@ def _expert(folder: Path) -> dict[str, Any]:
     topic = Topic.load(folder)
     trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[record.objective]
     began = ", as the checkpoint it began with" if "init" in record.training else ""
+    written = record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})
     described = {
         "kind": "expert",
         "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
-        **record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}}),
-        "schedule_range": list(from_config(record.schedule).range),
-        "manifest": _manifest(folder),
+        **_numbers(folder / (WEIGHTS if record.adapter is None else ADAPTER_WEIGHTS)),
+        **{name: written[name] for name in ("sample_shape", "space", "conditions", "classes", "licence")},
         "components": list(kept_components(folder)),
         "calibrated": (folder / CALIBRATION).exists(),
+        "manifest": _manifest(folder),
+        **written,
+        "schedule_range": list(from_config(record.schedule).range),
         "calibrated_on": calibration_record(folder),
         "topic": None if topic is None or topic.record is None else topic.record.model_dump(mode="json"),
     }
-    if record.adapter is None:
-        return described | _network(folder)
-    adapter = record.adapter.model_dump(mode="json") | {"targets": len(record.adapter.targets)}
-    return described | {"adapter": adapter} | _network(folder, ADAPTER_WEIGHTS)
+    if record.adapter is not None:
+        described["adapter"] = record.adapter.model_dump(mode="json") | {
+            "targets": len(record.adapter.targets)
+        }
+    return described | _architecture(folder)
 
 
 def _router(folder: Path) -> dict[str, Any]:
     record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT).model_dump(mode="json")
-    return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
+    return {
+        "kind": "router",
+        **_numbers(folder / WEIGHTS),
+        "manifest": _manifest(folder),
+        **record,
+        **_architecture(folder),
+    }
 
 
 def _manifest(folder: Path) -> str:
@@ -176,10 +196,10 @@ def _paris(folder: Path) -> dict[str, Any]:
         "kind": "ensemble",
         "layout": "paris",
         "experts": [Path(one.name).name for one in experts],
-        **experts[0].facts.model_dump(mode="json"),
         "parameters": own * len(experts),
         "parameters_of_an_expert": own,
         "parameters_of_the_router": routing,
+        **experts[0].facts.model_dump(mode="json"),
         "architecture": expert_arguments(experts[0].network.state_dict(), folder),
     }
 
@@ -193,34 +213,34 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     total, domains = sum(part.weight for part in parts), tuple(part.domain for part in parts)
     return {
         "kind": "ensemble",
-        "format": record.format,
         "experts": folders,
         "names": record.names,
-        "prior": [part.weight / total for part in parts],
-        "shares": {one.folder: one.share for one in members if one.share is not None},
-        "classes": list(join_classes(tuple(one.classes for one in entries)).names),
-        "domains": domains,
-        "router": record.router,
-        "strategy": record.strategy,
-        "shift": record.shift,
         "objectives": [expert["objective"] for expert in experts],
-        "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
-        "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
-        "manifest": _manifest(folder),
-        "pipeline_py": "another's, which hddm does not run"
-        if foreign_pipeline(folder)
-        else (folder / PIPELINE_FILE).is_file(),
-        "components": {name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind},
+        "prior": [part.weight / total for part in parts],
+        "strategy": record.strategy,
+        "router": record.router,
+        "classes": list(join_classes(tuple(one.classes for one in entries)).names),
         # Shared weights count once.
         "parameters": sum(expert["parameters"] for expert in experts)
         + sum(_numbers(path)["parameters"] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
+        "manifest": _manifest(folder),
+        "components": {name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind},
+        "format": record.format,
+        "shares": {one.folder: one.share for one in members if one.share is not None},
+        "domains": domains,
+        "shift": record.shift,
+        "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
+        "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
+        "pipeline_py": "another's, which hddm does not run"
+        if foreign_pipeline(folder)
+        else (folder / PIPELINE_FILE).is_file(),
     }
 
 
-def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
-    """The network's size, dtypes and config from the folder alone; of an adapter, only its own numbers."""
+def _architecture(folder: Path) -> dict[str, Any]:
+    """The network's config."""
     config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
-    return _numbers(folder / name) | {"architecture": config}
+    return {"architecture": config}
 
 
 def _numbers(path: Path) -> dict[str, Any]:

@@ -22,6 +22,9 @@ class ExpertUse:
         self.last = torch.zeros(0, num_experts)
         """Weights (samples, K) of the last call of the velocity."""
 
+    def __repr__(self) -> str:
+        return f"<ExpertUse, shares {_rounded(self.shares)}>"
+
     def add(self, t: float, weights: Tensor) -> None:
         """Count one call of the velocity at ``t`` with ``weights`` (samples, K) on the CPU."""
         self.last = weights

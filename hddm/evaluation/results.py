@@ -45,6 +45,18 @@ class Evaluation(Scores):
     training_tflop: Width | None = None
     """Counted operations of the model's training; of benchmarks."""
 
+    def __repr__(self) -> str:
+        """Distances alone; the other figures are fields, and ``model_dump_json`` writes them all."""
+        said = [f"{self.images} images"]
+        for side in self.splits:
+            if side.distance is not None:
+                said.append(f"distance {side.distance.value:.4g} to {side.split.replace('_', '-')} images")
+        if not self.comparable:
+            said.append(f"not comparable ({'; '.join(self.reasons)})")
+        return f"<Evaluation: {', '.join(said)}>"
+
+    __str__ = __repr__
+
 
 @dataclass(frozen=True)
 class Result:

@@ -10,6 +10,7 @@ from hddm.networks.vae import vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
 from tests.artefacts import Command, copied, expert_settings
+from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_vae
 
 
@@ -25,6 +26,27 @@ def test_inspect_tells_what_a_folder_is(
     lines = hddm("inspect", folder)[1].splitlines()
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == list(facts)
     assert not [line for line in lines if any(sign in line for sign in ("(", "[", "{", '"', "None", "True"))]
+
+
+FIRST = {
+    "pipeline": "kind summary layout network parameters sample_shape space conditions licence unstated",
+    "expert": "kind summary parameters dtypes sample_shape space conditions classes licence components",
+    "ensemble": "kind experts names objectives prior strategy router classes parameters manifest",
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_the_ten_lines_that_matter_come_first(
+    kind: str, ddpm_expert: Path, ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    folder = ddpm_expert if kind == "expert" else ensemble
+    if kind == "pipeline":
+        folder = pipeline(tmp_path / "sd", text_unet())
+        write_vae(folder / "vae")
+    lines = hddm("inspect", folder)[1].splitlines()[:10]
+    assert [line.split(":")[0] for line in lines] == FIRST[kind].split()
+    if kind == "pipeline":
+        assert lines[1] == "summary: its network predicts epsilon, on 1000 steps of linear betas"
 
 
 def test_an_encoded_partition_is_called_so_with_its_vae_and_scale(

@@ -260,6 +260,9 @@ def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) ->
     few = "too few images: 64 features, and sides of 48, 48"
     assert (scores.comparable, scores.reasons) == (False, (few,))
     assert scores.features.choice.startswith("auto: not Inception, since its weights")
+    said = re.sub(r"distance \S+", "distance 0", str(scores))
+    assert said == f"<Evaluation: 48 images, distance 0 to training images, not comparable ({few})>"
+    assert repr(scores) == str(scores)
 
 
 def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: Path) -> None:

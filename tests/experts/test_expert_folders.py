@@ -121,6 +121,15 @@ def test_a_folder_is_sampled_as_what_it_holds(flow_expert: Path, ensemble: Path)
     assert "there is no such folder" in refusal(hddm.sample, "nowhere", 2)
 
 
+def test_what_loading_and_sampling_return_is_shown_in_a_short_line(flow_expert: Path, ensemble: Path) -> None:
+    field, mixed = hddm.load(flow_expert), hddm.load(ensemble)
+    assert repr(field) == "<VelocityField of a network that predicts sample, samples (1, 4, 4)>"
+    assert repr(mixed) == "<Ensemble of 2 experts, nucleus-0.9, a router, samples (1, 4, 4)>"
+    assert repr(SCHEDULES["discrete"]) == "<DiscreteSchedule of 1000 scaled_linear betas>"
+    made = HDDMPipeline.from_pretrained(ensemble)(num_inference_steps=1, output_type="latent")
+    assert re.fullmatch(r"<ExpertUse, shares \[[0-9., ]+\]>", repr(made.expert_use))
+
+
 def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "model.safetensors"
     checkpoint.write_bytes(b"")
