@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
-_EVIDENCE, _SHARE, _LATEST = 5.0, 0.05, 30.0
-"""The remaining time is estimated from so many seconds of counting on, which saw this share of the work, and
-at the latest from so many seconds on."""
+_EVIDENCE, _SHARE = 5.0, 0.1
+"""Time left is told after so many seconds of counting, and in a work that is not even after this share."""
 _OFTEN, _SELDOM, _FIRST_MINUTES = 10.0, 60.0, 180.0
 """Most seconds between lines in the first minutes of a work and after them; seconds of the first minutes."""
 _DRAW = 0.1
@@ -36,7 +35,8 @@ class _Pace:
     _MARKS = 200
     """About as many marks are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_even: bool = True) -> None:
+        self._share = 0.0 if is_even else _SHARE
         self._first: tuple[float, int] | None = None
         self._marks: deque[tuple[float, int]] = deque()
 
@@ -58,7 +58,7 @@ class _Pace:
             return None
         start, uncounted = self._first
         counting, counted = now - start, units - uncounted
-        if counting < _EVIDENCE or (counting < _LATEST and counted < _SHARE * (counted + further)):
+        if counting < _EVIDENCE or counted < self._share * (counted + further):
             return None
         since, before = self._marks[0]
         return (now - since) / (units - before) * further if units > before else None
@@ -69,8 +69,9 @@ class Progress:
 
     ``total`` counts units of work. With None the work cannot be counted, and lines report how long it has
     taken, as they do until the remaining time is known. ``label`` starts a line; ``more`` returns parts that
-    end it; without ``is_drawn`` there is no bar. A thread speaks while nothing is counted, of the innermost
-    work: none is silent for long.
+    end it; without ``is_drawn`` there is no bar. Without ``is_even`` units take unlike times, as the steps
+    of a benchmark do, and the remaining time is told late. A thread speaks while nothing is counted, of the
+    innermost work: none is silent for long.
     """
 
     heard: ClassVar[Callable[[float], None] | None] = None
@@ -79,11 +80,16 @@ class Progress:
     """Works in progress, the innermost last."""
 
     def __init__(
-        self, total: int | None, label: str, more: Callable[[], list[str]] = list, is_drawn: bool = True
+        self,
+        total: int | None,
+        label: str,
+        more: Callable[[], list[str]] = list,
+        is_drawn: bool = True,
+        is_even: bool = True,
     ) -> None:
         self._total, self._label, self._more, self._done = total, label, more, 0
         self._start = self._spoke = time.perf_counter()
-        self._pace, self._skipped = _Pace(), 0
+        self._pace, self._skipped = _Pace(is_even), 0
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
         if is_drawn:

@@ -117,7 +117,7 @@ def test_no_time_left_is_said_before_there_is_evidence(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A step that takes long begins, and the first counts say nothing of it.
-    with progress.Progress(1000, "benchmark") as advance:
+    with progress.Progress(1000, "benchmark", is_even=False) as advance:
         for _ in range(4):
             clock(6.0)
             advance(5)
