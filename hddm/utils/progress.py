@@ -74,8 +74,8 @@ class Progress:
     innermost work: none is silent for long.
     """
 
-    heard: ClassVar[Callable[[float], None] | None] = None
-    """Called in worker processes with the part of a work that is done, in [0, 1]; then nothing is shown."""
+    heard: ClassVar["_Whole | None"] = None
+    """Told what is done, in worker processes; then nothing is shown."""
     opened: ClassVar[list["Progress"]] = []
     """Works in progress, the innermost last."""
 
@@ -110,8 +110,9 @@ class Progress:
         if Progress.opened:
             # What was silent before this work counts.
             self._spoke = Progress.opened[-1]._spoke
-            # The outermost is a verb that starts, and from here on it has started.
-            Progress.opened[0]._ended.set()
+            if isinstance(Progress.opened[0], Start):
+                # From here on the command has started.
+                Progress.opened[0]._ended.set()
         Progress.opened.append(self)
         if Progress.heard is None:
             threading.Thread(target=self._beat, daemon=True, name="speaks while nothing is counted").start()
@@ -133,7 +134,7 @@ class Progress:
             before, self._done = self._done, self._done + units
             if Progress.heard is not None:
                 if self._total:
-                    Progress.heard(self._done / self._total)
+                    Progress.heard.add(self, self._done / self._total)
                 return
             now, total = time.perf_counter(), self._total or self._done
             self._pace.mark(now, self._done - self._skipped)
@@ -143,6 +144,11 @@ class Progress:
                 self._speak(now)
             else:
                 self._speak_if_due(now)
+
+    @property
+    def has_ended(self) -> bool:
+        """True after the block, and after the last step of a training."""
+        return self._ended.is_set()
 
     def skip(self, units: int) -> None:
         """Count ``units`` that were done before; they do not count for the remaining time."""
@@ -280,10 +286,34 @@ class TrainingProgress(Progress):
         return details if left is None else [*details, f"{duration(left)} left"]
 
 
+class _Whole:
+    """What is done of several works, one after the other, whose number is not known.
+
+    Each takes most of what those before it left, so that the whole is never done while one may follow. A work
+    within another is a part of that.
+    """
+
+    _MOST = 0.9
+
+    def __init__(self, hear: Callable[[float], None]) -> None:
+        self._hear = hear
+        self._work: Progress | None = None
+        self._before, self._reached = 0.0, 0.0
+
+    def add(self, work: Progress, part: float) -> None:
+        """Report that a ``part`` of ``work`` is done."""
+        if self._work is not work:
+            if self._work is not None and not self._work.has_ended:
+                return
+            self._work, self._before = work, self._reached
+        self._reached = self._before + self._MOST * (1 - self._before) * part
+        self._hear(self._reached)
+
+
 @contextlib.contextmanager
 def heard(hear: Callable[[float], None]) -> Iterator[None]:
-    """Report the progress of all work in the block to ``hear``; none of it is shown."""
-    before, Progress.heard = Progress.heard, hear
+    """Report to ``hear`` which part, below 1, of the work in the block is done; none of it is shown."""
+    before, Progress.heard = Progress.heard, _Whole(hear)
     try:
         yield
     finally:

@@ -260,8 +260,14 @@ def test_a_worker_leaves_progress_to_the_process_that_started_it(capsys: pytest.
             advance(6)
         with progress.Progress(None, "write"):
             pass
+        # As an evaluation does it, which is not done with the first features.
+        with progress.Progress(2, "train a classifier") as advance:
+            advance(1)
+            with progress.Progress(2, "within it") as inner:
+                inner(2)
+            advance(1)
     assert capsys.readouterr().err == ""
-    assert heard == [0.4, 1.0]
+    assert heard == pytest.approx([0.36, 0.9, 0.945, 0.99])
 
 
 class _Terminal(io.StringIO):
