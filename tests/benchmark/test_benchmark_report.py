@@ -164,6 +164,39 @@ def test_a_column_of_the_page_sorts_up_down_and_back(miniature: Finished, tmp_pa
             assert browser.evaluate(f"{head}.getAttribute('aria-sort')") == said
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome")
+def test_a_table_fits_a_window_by_wrapping_names_and_else_shows_that_it_goes_on(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    scored = tuple(
+        one.model_copy(update={"row": f"{one.row}, in a name that says all that there is to say of it"})
+        for one in miniature.results.scored
+    )
+    write_report(tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()}))
+    beyond = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))"
+    style = "getComputedStyle(document.querySelector('.scroll'))"
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    with Browser(profile) as browser:
+        browser.open(tmp_path / REPORT_FILE, 1200)
+        assert browser.evaluate(beyond) == 0
+        browser.open(tmp_path / REPORT_FILE, 500)
+        assert browser.evaluate(beyond) > 0
+        assert browser.evaluate(f"{style}.overflowX") == "auto"
+        # Shadows stay at the edges, and what covers them moves with the table.
+        assert browser.evaluate(f"{style}.backgroundAttachment").startswith("local, local, scroll, scroll")
+
+
+def test_a_table_by_domain_is_followed_by_why_a_model_has_other_figures_in_an_ensemble(
+    miniature: Finished,
+) -> None:
+    why = "So they differ between a model alone and an ensemble that holds it"
+    before, found, _ = (miniature.out / REPORT_FILE).read_text().partition(why)
+    assert found
+    assert before.rpartition('aria-label="Table: ')[2].partition('"')[0].endswith(", by domain")
+    assert why in tables_text(miniature.results)
+
+
 Copy = Callable[..., Path]
 
 
