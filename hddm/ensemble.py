@@ -16,6 +16,9 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
 which is exact where class and x_t are independent given k. Without this correction, an expert may be used for
 a class that it has never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
 
+An expert that cannot take what a sample asks for, such as one without text for a prompt, has p(k | …) = 0: no
+strategy uses it (`Ensemble.able`).
+
 **Domains.** A domain is what a group of images shows, as those of a shard. Its experts may divide t among
 them, as a pair for high and for low noise; in the formulas above, k then stands for a domain. t decides which
 of its experts runs, and that one has all of the domain's probability:
@@ -37,6 +40,7 @@ from torch import Tensor
 
 from hddm.conditions import (
     LABELS,
+    SETTINGS,
     Guidance,
     Inputs,
     JointClasses,
@@ -49,10 +53,18 @@ from hddm.conditions import (
 )
 from hddm.networks.offload import in_best_order
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
-from hddm.routers import Choice, Strategy, answer_of, given_condition, sparse_weights
+from hddm.routers import (
+    Choice,
+    PromptRouter,
+    Strategy,
+    Topic,
+    answer_of,
+    given_condition,
+    sparse_weights,
+)
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import to_float64
-from hddm.velocity import VelocityField, check_times, misfit_of
+from hddm.velocity import VelocityField, check_states, check_times, misfit_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Part:
         vae: identity of its latent space; experts of several can be drawn, and not mixed.
         text_encoder: identity of its text encoder; None for the first expert's, or for an expert without
             text.
+        topic: what its captions are about, where topics route prompts; see `Ensemble.prompt_router`.
     """
 
     field: VelocityField
@@ -76,6 +89,7 @@ class Part:
     domain: Hashable = None
     vae: Hashable = None
     text_encoder: Hashable = None
+    topic: Topic | None = None
 
 
 def numbered_by_first(identities: Iterable[Hashable]) -> tuple[int, ...]:
@@ -313,14 +327,16 @@ class Ensemble:
 
         Raises:
             HddmError: as `VelocityField.velocity`; for a strategy that needs a router where there is none;
-                for ``draw``, and for ``commit-x`` at or below x, without ``expert``.
+                for ``draw``, and for ``commit-x`` at or below x, without ``expert``; for conditions that no
+                expert, or not ``expert``, can take.
         """
+        check_states(x_t, self.sample_shape)
         times = check_times(x_t, t).cpu()
         for branch in (conditions, negative or {}):
             check_names(branch, self.conditions)
             check_rows(len(x_t), branch)
         choice = Choice(self.weights(x_t, times, expert, conditions))
-        self.joint.check(choice.weights, conditions.get(LABELS))
+        self.check_able(choice.weights, conditions)
         self.refuse_kinds(choice.rows)
         inputs = self.inputs_by_expert(x_t, choice, Guidance.of(guidance_scale), negative or {}, conditions)
         self.check_inputs(inputs)
@@ -425,33 +441,105 @@ class Ensemble:
                     "default; pass it"
                 )
 
+    def able(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor | None:
+        """Which experts can make what each of ``num`` samples asks for, (num, K); None where all can.
+
+        An expert can if it takes one of the conditions that say what a sample shows: all but
+        `hddm.conditions.SETTINGS`, and of the classes those that it knows. It also can if that is true for
+        another expert of its domain. A label beyond the classes asks for nothing.
+        """
+        asked = conditions.keys() - SETTINGS
+        if not asked:
+            return None
+        beside_classes = asked - {LABELS}
+        found = torch.zeros(num, len(self.experts), dtype=torch.bool)
+        for k, one in enumerate(self.experts):
+            if one.conditions is None or not beside_classes.isdisjoint(self.names_of(k).values()):
+                found[:, k] = True
+        if LABELS in asked:
+            is_class, knows = self._knows(conditions[LABELS].cpu())
+            found |= is_class[:, None] & knows
+            if not beside_classes:
+                found[~is_class] = True
+        if self.num_domains < len(self.experts):
+            domains = torch.tensor(self.domains)
+            same = domains[:, None] == domains
+            found = (found.double() @ same.double()) > 0
+        return None if found.all() else found
+
+    def _knows(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each label (N,) is a class (N,), and whether each expert makes that class (N, K)."""
+        shares, num_classes = self.class_prior, len(self.classes)
+        if not num_classes and shares is not None:
+            num_classes = len(shares)
+        # Where classes are not counted, any number may be one.
+        is_class, indices = within(labels, num_classes or 2**31)
+        knows = torch.zeros(len(labels), len(self.experts), dtype=torch.bool)
+        for k, one in enumerate(self.experts):
+            if LABELS in (one.conditions or ()) or one.classes:
+                knows[:, k] = True
+            elif shares is not None:
+                # It has no input for classes, and is known to make some of them.
+                knows[:, k] = shares[indices, k] > 0
+        known = self.joint.known(labels)
+        return is_class, knows if known is None else knows & known
+
+    def check_able(self, weights: Tensor, conditions: Mapping[str, Tensor]) -> None:
+        """Raise an `HddmError` where an expert of weight (N, K) above 0 cannot take a sample's conditions."""
+        self.joint.check(weights, conditions.get(LABELS))
+        able = self.able(len(weights), conditions)
+        if able is None:
+            return
+        for _, k in ((weights != 0) & ~able).nonzero()[:1].tolist():
+            raise HddmError(
+                f"expert {k} cannot take {asked_for(conditions)}; use another expert, or leave it out"
+            )
+
     def prior_of(self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None) -> Tensor:
         """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).
 
         It is ``prior`` (num, K) where provided, such as by a prompt, else p(k | class) where that is known,
-        else p(k); and 0 for an expert that does not know the class. A label beyond the classes counts as no
-        class. Raises `HddmError` for a class known only to experts of share 0.
+        else p(k); and 0 for an expert that is not `able`. A label beyond the classes counts as no class.
+        Raises `HddmError` where no expert with a share is able.
         """
         rows = self.prior.expand(num, -1)
         if prior is not None:
             rows = to_float64(prior).cpu()
             rows = rows / rows.sum(1, keepdim=True)
-        if (labels := conditions.get(LABELS)) is None:
-            return rows
-        labels, joint = labels.cpu(), self.joint
-        if self.class_prior is not None and prior is None:
+        labels = conditions[LABELS].cpu() if LABELS in conditions else None
+        if labels is not None and self.class_prior is not None and prior is None:
             is_class, indices = within(labels, len(self.class_prior))
             rows = torch.where(is_class[:, None], self.class_prior[indices], rows)
-        if (known := joint.known(labels)) is not None:
-            rows = rows * known
-            total = rows.sum(1, keepdim=True)
-            if unknown := labels[total[:, 0] == 0].unique().tolist():
-                some = ", ".join(joint.names[k] for k in unknown[:5])
-                raise HddmError(
-                    f"no expert with a share of the data knows class {some}; give one of its experts a share"
-                )
-            rows = rows / total
-        return rows
+        allowed = self.able(num, conditions)
+        known = None if labels is None else self.joint.known(labels)
+        if known is not None:
+            allowed = known if allowed is None else allowed & known
+        if allowed is None:
+            return rows
+        rows = rows * allowed
+        total = rows.sum(1, keepdim=True)
+        if (total == 0).any():
+            raise HddmError(
+                f"no expert with a share of the data {self._lack(conditions, total[:, 0] == 0)}; give one "
+                "that does a share"
+            )
+        return rows / total
+
+    def _lack(self, conditions: Mapping[str, Tensor], rows: Tensor) -> str:
+        """What no expert does for the samples ``rows`` (num,), a mask, in words."""
+        if conditions.keys() - SETTINGS != {LABELS}:
+            return f"takes {asked_for(conditions)}"
+        numbers = conditions[LABELS].cpu()[rows].unique().tolist()
+        names = [self.classes[k] if 0 <= k < len(self.classes) else str(k) for k in numbers[:5]]
+        return f"knows class {', '.join(names)}"
+
+    @functools.cached_property
+    def prompt_router(self) -> PromptRouter | None:
+        """p(k | prompt) by the parts' topics; None where no part has one."""
+        topics = [part.topic for part in self.parts]
+        if self.num_domains == 1 or all(topic is None for topic in topics):
+            return None
+        return PromptRouter(topics, self.prior.tolist())
 
     def weights(
         self,
@@ -475,7 +563,8 @@ class Ensemble:
         self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
     ) -> Tensor | None:
         """p(k | class or prompt) of each sample, to correct the router; None where only p(k) is known."""
-        if prior is None and not (LABELS in conditions and self.knows_classes):
+        is_known = prior is not None or (LABELS in conditions and self.knows_classes)
+        if not is_known and self.able(num, conditions) is None:
             return None
         return self.prior_of(num, conditions, prior)
 
@@ -541,6 +630,14 @@ class Ensemble:
             null = one.null_conditions.get(LABELS)
             own[LABELS] = self.joint.own(own[LABELS], k, len(one.classes) if null is None else int(null))
         return own
+
+
+def asked_for(conditions: Collection[str]) -> str:
+    """What samples of these conditions ask for, in words: the prompt, the class, or the conditions' names."""
+    if any(name.startswith(TEXT_CONDITIONS) for name in conditions):
+        return "the prompt"
+    names = sorted(set(conditions) - SETTINGS)
+    return "the class" if names == [LABELS] else " and ".join(names)
 
 
 def _normalised(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:

@@ -163,6 +163,19 @@ def check_times(x_t: Tensor, t: Tensor) -> Tensor:
     return times
 
 
+def check_states(x_t: Tensor, sample_shape: Sequence[int] | None) -> None:
+    """Raise an `HddmError` for states with other channels than a sample (C, H, W); H and W may differ.
+
+    ``sample_shape`` is None where it is not known.
+    """
+    if sample_shape is None:
+        return
+    if x_t.ndim != len(sample_shape) + 1 or x_t.shape[1] != sample_shape[0]:
+        raise HddmError(
+            f"x_t has shape {tuple(x_t.shape)}; this model takes states (batch, {sample_shape[0]}, H, W)"
+        )
+
+
 class VelocityField:
     """An expert: a network with what it predicts, on which schedule, as a velocity field.
 
@@ -275,9 +288,11 @@ class VelocityField:
             Velocity in x_t's shape and dtype, finite on the closed interval.
 
         Raises:
-            HddmError: for a t outside the noise range or of another batch size, a condition that the expert
-                does not declare, or guidance without conditions, or by a weak model that it lacks.
+            HddmError: for states of other channels, a t outside the noise range or of another batch size, a
+                condition that the expert does not declare, or guidance without conditions, or by a weak model
+                that it lacks.
         """
+        check_states(x_t, self.sample_shape)
         times = check_times(x_t, t)
         self.refuse_beyond(times)
         inputs = self.inputs(x_t, Guidance.of(guidance_scale), negative or {}, conditions)

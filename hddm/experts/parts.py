@@ -24,6 +24,7 @@ from hddm.experts.compatibility import (
     domains_of,
     identities,
     read_entries,
+    takes_classes,
     takes_text,
     with_decisions,
 )
@@ -59,7 +60,20 @@ def parts_of(
     rows = _class_shares_of(entries, weights, found)
     encoders = [identities(entries, name) for name in _ENCODERS]
     own: Sequence[Any] = fields or [None] * len(entries)
-    return [Part(*values) for values in zip(own, weights, rows, domains, *encoders, strict=True)]
+    columns = (own, weights, rows, domains, *encoders, _topics_for_prompts(entries))
+    return [Part(*values) for values in zip(*columns, strict=True)]
+
+
+def _topics_for_prompts(entries: Sequence[Entry]) -> list[Topic | None]:
+    """What the captions of each expert are about that can take a prompt, where topics route prompts."""
+    if topics_of(entries, Findings()) is None:
+        return [None] * len(entries)
+    return [one.topic if takes_prompts(one) else None for one in entries]
+
+
+def takes_prompts(one: Entry) -> bool:
+    """True for an expert that reads text, or has classes, which a prompt may name."""
+    return takes_text(one.record) or takes_classes(one.record)
 
 
 def _weights_of(entries: Sequence[Entry], domains: Sequence[int], found: Findings) -> list[float]:
@@ -147,8 +161,8 @@ def topics_of(entries: Sequence[Entry], found: Findings) -> TextEncoderRecord | 
         names = ", ".join(of_text)
         found.note(f"prompts are routed by p(k), since {names} has no topic; hddm describe makes one")
         return None
-    if unused := [one.name for one in silent if not one.record.classes]:
-        found.note(f"no prompt is for {', '.join(unused)}, which has no topic")
+    if unused := [one.name for one in entries if not takes_prompts(one)]:
+        found.note(f"no prompt is for {', '.join(unused)}, which takes neither text nor classes")
     return known[first]
 
 

@@ -137,15 +137,69 @@ def test_guidance_is_applied_by_each_expert_before_mixing() -> None:
     assert [sum(map(len, network.states)) for network in networks] == [4, 2]
 
 
-def test_an_expert_without_conditions_or_of_settings_alone_takes_part_unguided() -> None:
-    names = [("class_labels", "time_ids"), (), ("time_ids",)]
-    ensemble = Ensemble(
-        [ConditionSum(1.0).field(*one) for one in names], _table_router([[0.5, 0.25, 0.25]] * 4), "full"
-    )
+LABELLED = {"classes": ("a", "b"), "null_conditions": {"class_labels": torch.tensor(2)}}
+
+
+def test_an_expert_that_cannot_take_what_is_asked_for_has_no_weight() -> None:
+    names: list[tuple[str, ...]] = [
+        ("class_labels", "time_ids"),
+        (),
+        ("time_ids",),
+        ("encoder_hidden_states",),
+    ]
+    fields = [ConditionSum(10.0**k).field(*one, **LABELLED if not k else {}) for k, one in enumerate(names)]
+    table = _table_router([[0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.5, 0.25, 0.25, 0.0]])
+    x_t, t, sizes = torch.zeros(3, *SHAPE), torch.full((3,), 0.5), torch.zeros(3)
+    labels, text = torch.tensor([0, 1, 2]), torch.zeros(3)
+    for strategy in ("full", "top-1", "nucleus-0.9"):
+        ensemble = Ensemble(fields, table, strategy)
+        # The router is sure that the first is another expert's; the class decides. Label 2 is no class.
+        weights = ensemble.weights(x_t, t, conditions={"class_labels": labels, "time_ids": sizes})
+        assert weights[:2].tolist() == [[1, 0, 0, 0]] * 2
+        assert torch.equal(weights[2], ensemble.weights(x_t, t)[2])
+        weights = ensemble.weights(x_t, t, conditions={"encoder_hidden_states": text})
+        assert weights.tolist() == [[0, 0, 0, 1]] * 3
+        # Of two conditions, an expert may take either one.
+        both = {"class_labels": labels, "encoder_hidden_states": text}
+        assert (ensemble.weights(x_t, t, conditions=both)[:, 1:3] == 0).all()
+        assert (ensemble.weights(x_t, t, conditions=both)[:2, [0, 3]].sum(1) == 1).all()
+        # Settings say how an image is made, and not what it shows.
+        assert torch.equal(ensemble.weights(x_t, t, conditions={"time_ids": sizes}), ensemble.weights(x_t, t))
+
+
+def test_an_expert_that_was_chosen_and_cannot_take_what_is_asked_for_is_refused() -> None:
+    fields = [
+        ConditionSum().field(),
+        ConditionSum().field("encoder_hidden_states"),
+        ConditionSum().field("hue"),
+    ]
+    ensemble, x_t, t = Ensemble(fields, strategy="draw"), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
+    for name, k, words in (("encoder_hidden_states", 0, "the prompt"), ("hue", 1, "hue")):
+        chosen = torch.tensor([{"hue": 2}.get(name, 1), k])
+        told = refusal(ensemble.velocity, x_t, t, expert=chosen, **{name: torch.zeros(2)})
+        assert told == f"expert {k} cannot take {words}; use another expert, or leave it out"
+    no_share = Ensemble(fields, strategy="draw", prior=[1, 0, 0])
+    told = refusal(no_share.prior_of, 2, {"encoder_hidden_states": torch.zeros(2)})
+    assert told == "no expert with a share of the data takes the prompt; give one that does a share"
+
+
+def test_a_pair_takes_what_one_of_its_experts_takes() -> None:
+    high, low, other = ConditionSum().field("hue"), ConditionSum().field(), ConditionSum().field()
+    high.noise_range, low.noise_range = (0.5, 1.0), (0.0, 0.5)
+    ensemble = Ensemble(in_parts([high, low, other], [0, 0, 1]), strategy="draw")
+    assert ensemble.prior_of(1, {"hue": torch.zeros(1)}).tolist() == [[0.5, 0.5, 0]]
+
+
+def test_an_expert_without_a_class_of_the_others_takes_part_unguided() -> None:
+    fields = [
+        ConditionSum(1.0).field("class_labels", "time_ids", **LABELLED),
+        ConditionSum(1.0).field("time_ids"),
+    ]
+    ensemble = Ensemble(fields, _table_router([[0.5, 0.5]] * 4), "full")
     x_t, t, sizes = torch.zeros(4, *SHAPE), torch.full((4,), 0.5), torch.arange(4.0)
-    labels, null = {"class_labels": torch.full((4,), 3)}, {"class_labels": torch.zeros(4)}
-    v = ensemble.velocity(x_t, t, 2.0, null, time_ids=sizes, **labels)
-    expected = 0.5 * (1 + sizes + 2 * 3) + 0.25 * 1 + 0.25 * (1 + sizes)
+    no_class, against = {"class_labels": torch.full((4,), 2)}, {"class_labels": torch.zeros(4).long()}
+    v = ensemble.velocity(x_t, t, 2.0, against, time_ids=sizes, **no_class)
+    expected = 0.5 * (1 + sizes + 2 * 2) + 0.5 * (1 + sizes)
     torch.testing.assert_close(v[:, 0, 0, 0], expected)
     assert "guidance needs a condition" in refusal(ensemble.velocity, x_t, t, 2.0)
 

@@ -9,6 +9,7 @@ from hddm.networks.wrappers import declared_shape
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import PathPoint, PredictionType, VelocityField, velocity, x_0_and_eps
+from tests.artefacts import refusal
 from tests.cases import (
     DISCRETE,
     LEGAL,
@@ -406,6 +407,15 @@ def test_data_noise_and_velocity_come_out_of_predictions(
     torch.testing.assert_close(found_eps, eps, rtol=1e-9, atol=1e-11)
     v = velocity(prediction_type, output, at)
     torch.testing.assert_close(v, eps - x_0, rtol=1e-9, atol=1e-11)
+
+
+def test_states_of_other_channels_are_refused_in_one_line() -> None:
+    field = ConditionSum().field(sample_shape=SHAPE)
+    for model in (field, Ensemble([field, field], lambda x, t: x.new_full((len(x), 2), 0.5), "full")):
+        for shape in ((3, 5, 2, 2), (3, 8), (2, 2, 2)):
+            told = f"x_t has shape {shape}; this model takes states (batch, 2, H, W)"
+            assert refusal(model.velocity, torch.zeros(shape), 0.5) == told
+        assert model.velocity(torch.zeros(3, 2, 6, 4), torch.tensor(0.5)).shape == (3, 2, 6, 4)
 
 
 CHECKED = GaussianMixture.random(seed=3, modes=3, dim=4)
