@@ -37,6 +37,7 @@ from hddm.networks.text_encoder import (
     quiet,
     read_text_encoder,
     read_tokenizer,
+    refuse_half_characters,
     refuse_non_finite_tokens,
     text_encoder_class,
     text_encoder_facts,
@@ -147,6 +148,8 @@ class PromptEncoders(nn.Module):
         are not finite.
         """
         family, texts = self.family, list(prompts)
+        for text in texts:
+            refuse_half_characters(text, one_line(repr(text), 60))
         # Several CLIPs cut alike.
         readers = {"T5" if "T5" in type(one).__name__ else "CLIP": one for one in self.tokenizers.values()}
         for kind, words in readers.items() if warns else ():

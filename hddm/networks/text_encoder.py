@@ -195,6 +195,8 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     length = prompt_length(tokenizer.model_max_length, _positions(text_encoder.config))
     if hasattr(text_encoder.config, PIPELINE):
         prompts = [prompt.lower().strip() for prompt in prompts]
+    for prompt in prompts:
+        refuse_half_characters(prompt, one_line(repr(prompt), 60))
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut, UserWarning, stacklevel=2)
     ids, mask = (_tokenized(tokenizer, prompts, length)[name] for name in _INPUTS)
@@ -208,12 +210,23 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
         tokens: Tensor = text_encoder(ids.to(device), **masked)[0]
     refuse_non_finite_tokens(tokens)
     if is_clip:
-        # The first end of the text: padding may be of the same token.
-        ends = (ids == tokenizer.eos_token_id).int().argmax(1)
-        return Embedded({_TOKENS: tokens}, tokens[torch.arange(len(ids)), ends.to(device)])
-    weights = mask.to(tokens)[..., None]
+        ends = end_of_text(ids, tokenizer).to(device)
+        return Embedded({_TOKENS: tokens}, tokens[torch.arange(len(ids)), ends])
     found = {_TOKENS: tokens, "encoder_attention_mask": mask.to(device)}
-    return Embedded(found, (tokens * weights).sum(1) / weights.sum(1))
+    return Embedded(found, mean_of_text(tokens, mask))
+
+
+def end_of_text(ids: Tensor, tokenizer: Any) -> Tensor:
+    """Places (n,) of the first end of each text among its tokens' ``ids`` (n, tokens), as CLIP pools them."""
+    # Padding may be of the same token.
+    is_end: Tensor = ids == tokenizer.eos_token_id
+    return is_end.int().argmax(1)
+
+
+def mean_of_text(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Means (n, width) over the text of the hidden states ``tokens`` (n, tokens, width), as T5 is pooled."""
+    weights = mask.to(tokens)[..., None]
+    return (tokens * weights).sum(1) / weights.sum(1)
 
 
 def _tokenized(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
@@ -227,6 +240,17 @@ def refuse_non_finite_tokens(tokens: Tensor) -> None:
     """Raise an `HddmError` for hidden states with NaN or Inf."""
     if not tokens.isfinite().all():
         raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
+
+
+def refuse_half_characters(text: str, name: str) -> None:
+    """Raise an `HddmError`, beginning with ``name``, for a text that is no Unicode: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise HddmError(
+            f"{name}: has half a character ({half}), as of a broken encoding; write it anew"
+        ) from error
 
 
 def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
