@@ -32,36 +32,48 @@ class Picture:
         strength: s in [0, 1].
         mask: (num or 1, 1, H, W), True where a sample is new and False where the picture stays; None for new
             all over.
-        resampling: with a mask, how often each step is taken; see `inpainting`.
+        resampling: with a mask, how often each step is taken, by default `DEFAULT_RESAMPLING`; see
+            `inpainting`.
         pixels: (num or 1, C, H, W) in [-1, 1], where ``x_0`` are latents of them.
         pixel_mask: the mask of ``pixels``.
         source: conditions that describe the pictures, (num or 1, …); sampling then edits the pictures to the
             samples' own conditions, see `edit`.
 
     Raises:
-        HddmError: for a strength outside [0, 1], a ``resampling`` below 1, a mask of another size, and a mask
-            together with ``source``.
+        HddmError: for a strength outside [0, 1], a ``resampling`` below 1 or without a mask, a mask of
+            another size, and a mask together with ``source``.
     """
 
     x_0: Tensor
     strength: float
     mask: Tensor | None = None
-    resampling: int = DEFAULT_RESAMPLING
+    resampling: int | None = None
     pixels: Tensor | None = None
     pixel_mask: Tensor | None = None
     source: Conditions | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.strength <= 1 or self.resampling < 1:
-            raise HddmError(
-                f"strength is {self.strength}, of 0 (the picture) to 1 (all new), and resampling "
-                f"{self.resampling}, of 1 or more"
-            )
+        if not 0 <= self.strength <= 1:
+            raise HddmError(f"`strength` {self.strength}: must be from 0 (the picture) to 1 (all new)")
+        if self.resampling is not None and self.resampling < 1:
+            raise HddmError(f"`resampling_steps` {self.resampling}: must be 1 or more")
+        if self.resampling is not None and self.mask is None:
+            raise HddmError("`resampling_steps` repeats steps inside a `mask`, and there is none; drop it")
         if self.mask is not None and self.source is not None:
             raise HddmError("`edit_from` changes the whole picture; drop it or the `mask`")
         for picture, mask in ((self.x_0, self.mask), (self.pixels, self.pixel_mask)):
             if mask is not None and picture is not None and mask.shape[1:] != (1, *picture.shape[2:]):
                 raise HddmError(f"the mask is {tuple(mask.shape)}, and the picture {tuple(picture.shape)}")
+
+    @property
+    def one_step_at_a_time(self) -> bool:
+        """True if each step is a solver's first, which has no memory, as inside a mask and in an edit."""
+        return self.mask is not None or self.source is not None
+
+    @property
+    def repeats(self) -> int:
+        """How often each step is taken with a mask."""
+        return DEFAULT_RESAMPLING if self.resampling is None else self.resampling
 
     def rows(self, rows: Tensor) -> "Picture":
         """The pictures of these samples."""
@@ -104,7 +116,7 @@ class Picture:
         """The solver that leaves what the mask keeps; without a mask, ``solver`` itself."""
         if self.mask is None:
             return solver
-        return inpainting(solver, self.x_0, self.mask, self.resampling, fresh)
+        return inpainting(solver, self.x_0, self.mask, self.repeats, fresh)
 
     def kept_in(self, images: Tensor) -> Tensor:
         """``images`` (n, C, H, W) with the picture's own pixels where it stays."""

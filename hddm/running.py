@@ -131,7 +131,7 @@ class Plan:
     """The one expert of all samples; None where the strategy chooses."""
     solver: Solver
     solver_name: str
-    """The solver's name as requested; the function's name for a function of the caller's own."""
+    """Name of the solver that runs; the function's name for a function of the caller's own."""
     grid_steps: int
     """Steps from t = 1 to 0, of which a picture needs the last ones only."""
     times: Tensor
@@ -158,11 +158,14 @@ class Plan:
         """Shape (C, H, W) of a sample of this expert.
 
         Raises:
-            HddmError: where neither the plan nor the model knows it.
+            HddmError: where neither the plan nor the model knows it, and for other channels than the model's.
         """
         one = self.model if self.model.are_alike() else self.model.experts[expert]
         if (found := self.shape or one.sample_shape) is None:
             raise HddmError("this model does not record the shape of a sample: pass shape=(C, H, W)")
+        own = one.sample_shape
+        if own is not None and (len(found) != len(own) or found[0] != own[0]):
+            raise HddmError(f"`shape` {tuple(found)}: samples of this model have {own[0]} channels, as {own}")
         return found
 
     def start(self, numbers: Sequence[int], rows: Tensor, expert: int) -> tuple[Tensor, float]:
@@ -273,6 +276,8 @@ def _integrate(
             source = _source_velocity(plan, batch, picture.source, x, s, stop, is_checked)
             solver, x = edit(solver, picture.x_0, source, fresh), picture.x_0.to(x).expand_as(x)
     x = x.to(model.device, torch.promote_types(plan.dtype, x.dtype))
+    if use is not None:
+        use.kept = batch.expert
     if stop():
         return x
     above = 0
@@ -286,6 +291,8 @@ def _integrate(
             return x
         posterior = posterior_of(model, x, float(times[above]), batch.conditions)
         batch = replace(batch, expert=pick_experts(posterior, plan.noise.draws(batch.numbers)))
+        if use is not None:
+            use.kept = batch.expert
 
     def later(index: int, x: Tensor) -> Tensor:
         return on_step(above + index, x)
@@ -348,7 +355,7 @@ class _Walk:
             self.shares = model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)
         else:
             self.choice = Choice.of(expert, len(model.experts))
-            model.joint.check(self.choice.weights, self.labels)
+            model.check_able(self.choice.weights, conditions.given)
 
     def velocity(self, x: Tensor, now: Tensor, then: Tensor) -> Tensor:
         """The velocity of states x (n, …) at ``now``, for a step to ``then``."""

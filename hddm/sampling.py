@@ -31,9 +31,19 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.offload import is_offloaded
 from hddm.networks.wrappers import TEXT_CONDITIONS
+from hddm.routers import Choice
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
+from hddm.solvers import (
+    DEFAULT_SOLVER,
+    DEFAULT_STEPS,
+    WITH_MEMORY,
+    OnStep,
+    Solver,
+    euler,
+    solver_named,
+    unchanged,
+)
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
@@ -67,22 +77,33 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
         HddmError: for steps below 1, a shift that is not positive and finite, or one so far from 1 that
             neighbouring times are equal.
     """
-    u = torch.linspace(1, 0, max(steps, 0) + 1, dtype=torch.float64)
+    if steps < 1:
+        raise HddmError(f"`steps` {steps}: must be 1 or more")
+    u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     times = shift * u / (1 + (shift - 1) * u)
-    if steps < 1 or not (times.diff() < 0).all():
-        raise HddmError(f"{steps} steps of shift {shift:g}: pass 1 step or more, and a positive shift near 1")
+    if not (times.diff() < 0).all():
+        raise HddmError(f"`shift` {shift:g}: must be positive, and near enough to 1 for {steps} steps")
     return times
 
 
-def resolve_solver(model: Ensemble, requested: str | Solver | None) -> tuple[str, Solver]:
-    """Name and function of the solver: the caller's choice, else the model's.
+def resolve_solver(
+    model: Ensemble, requested: str | Solver | None, picture: Picture | None = None
+) -> tuple[str, Solver]:
+    """Name and function of the solver that runs: the caller's choice, else the model's.
+
+    Args:
+        model: that is sampled.
+        requested: a name or a function; None for no choice.
+        picture: what samples begin with.
 
     Raises:
-        HddmError: for an unknown solver, or for students of few steps another one than Euler's.
+        HddmError: for an unknown solver, for students of few steps another one than Euler's, and one with a
+            memory for a picture whose every step is a solver's first.
     """
     is_student = model.sampling_steps is not None
+    forgets = picture is not None and picture.one_step_at_a_time
     if requested is None:
-        requested = "euler" if is_student else DEFAULT_SOLVER
+        requested = "euler" if is_student or forgets else DEFAULT_SOLVER
     if isinstance(requested, str):
         name, solver = requested, solver_named(requested)
     else:
@@ -92,7 +113,44 @@ def resolve_solver(model: Ensemble, requested: str | Solver | None) -> tuple[str
             f"`solver` {name}: a student of few steps predicts the mean velocity over a step, which euler "
             "takes exactly; drop the option"
         )
+    if forgets and solver in WITH_MEMORY:
+        raise HddmError(
+            f"`solver` {name}: uses earlier steps, which a mask and an edit do not have; take euler or heun"
+        )
     return name, solver
+
+
+def check_effects(model: Ensemble, expert: int | None, guidance: Guidance, router_every: int) -> None:
+    """Raise an `HddmError` for an option that would change nothing, since another one makes it void.
+
+    Values that are the defaults are no choice of anybody, and always accepted.
+    """
+    if router_every != 1:
+        reason = ""
+        if expert is not None:
+            reason = f"`expert` {expert} runs"
+        elif model.num_domains == 1:
+            reason = "one expert runs"
+        elif model.strategy == "draw":
+            reason = "strategy draw keeps one expert per image"
+        if reason:
+            raise HddmError(f"`router_every` {router_every}: {reason}, and no router; drop it")
+    if guidance.scale == 1:
+        for field, option in _OF_GUIDANCE.items():
+            value = getattr(guidance, field)
+            if value != getattr(Guidance(1.0), field):
+                text = "has no effect at `guidance_scale` 1; set a scale, or drop it"
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise HddmError(f"`{option}` {shown}: {text}")
+
+
+_OF_GUIDANCE = {
+    "by": "guide_by",
+    "channels": "cfg_channels",
+    "interval": "guidance_interval",
+    "rescale": "guidance_rescale",
+}
+"""Options that are nothing without guidance, by their fields in `Guidance`."""
 
 
 def plan(
@@ -116,13 +174,13 @@ def plan(
         model: an ensemble, or one expert, which is an ensemble of one.
         steps: number of solver steps, evenly spaced in t if the shift is 1; by default 25, or a student's.
         solver: a name or a function, see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for
-            students of few steps.
+            students of few steps, with a mask and in edits.
         shift: see `time_grid`.
         strategy: instead of the ensemble's own; see `hddm.routers`.
         expert: use this expert alone; at times outside its range, the other expert of its domain runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         router_every: call the router at every n-th call of the velocity, which Heun's method makes twice per
-            step, and use its last answer in between.
+            step, and use its last answer in between; for strategies that call it.
         shape: (C, H, W) of a sample, where it is not the model's.
         noise: see `hddm.running`.
         picture: the picture to start from, and the region of it to keep; see `hddm.editing`.
@@ -130,8 +188,8 @@ def plan(
 
     Raises:
         HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a student with
-            another solver than Euler's or with guidance on top of its own, and times that an expert does not
-            cover.
+            another solver than Euler's or with guidance on top of its own, times that an expert does not
+            cover, and options without effect (`check_effects`, `resolve_solver`).
     """
     alone = model if isinstance(model, VelocityField) else None
     if isinstance(model, VelocityField):
@@ -150,15 +208,18 @@ def plan(
     if scale != 1 and inner != 1:
         text = f"this student has guidance of scale {inner:g} inside; drop it"
         raise HddmError(f"`guidance_scale` {scale:g}: {text}")
-    solver_name, solver = resolve_solver(model, solver)
+    check_effects(model, expert, guidance, router_every)
+    first = picture(expert or 0)
+    solver_name, solver = resolve_solver(model, solver, first)
     if times is None:
         grid_steps = steps if steps is not None else model.sampling_steps or DEFAULT_STEPS
         times = time_grid(grid_steps, model.shift if shift is None else shift)
-        first = picture(expert or 0)
         times = times if first is None else first.times(times)
         is_edit = first is not None and first.source is not None
         if is_edit and model.commits_at is not None and expert is None:
             raise HddmError(f"`strategy` {model.strategy}: cannot edit a picture; choose draw or full")
+    elif steps is not None or shift is not None:
+        raise HddmError("`times` are the steps themselves: pass neither `steps` nor `shift` beside them")
     else:
         grid_steps = len(times) - 1
     if alone is not None:
@@ -176,12 +237,18 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     brought to the device once.
 
     Raises:
-        HddmError: for conditions or a picture of another length than ``numbers``, and experts that cannot be
-            guided as planned.
+        HddmError: for conditions or a picture of another length than ``numbers``, experts that cannot be
+            guided as planned, conditions that no expert, or not the plan's, can take, and conditions to guide
+            away from without guidance by condition.
         UsageError: for a condition that an expert of these samples needs and that is missing.
     """
     model, num = plan.model, len(numbers)
+    if conditions.negative and not plan.guidance.by_condition:
+        by_weak = "with `guide_by` weak; guide by condition, or drop it"
+        remedy = by_weak if plan.guidance.by_weak else "at `guidance_scale` 1; set a scale, or drop it"
+        raise HddmError(f"`negative_prompt`, or negative conditions: no effect {remedy}")
     for branch in (conditions.given, conditions.negative):
+        check_names(branch, model.conditions)
         check_rows(num, branch)
     is_apart = plan.expert is None and not model.are_alike()
     chosen = _chosen(plan, numbers, conditions, size)
@@ -211,25 +278,35 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     )
 
 
+def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str | None:
+    """Say that the conditions do not choose among the experts of ``shares`` (num, K); None where they do."""
+    given = conditions.given
+    is_known = conditions.prior is not None or (model.knows_classes and set(given) == {LABELS})
+    usable = {model.domains[k] for k in shares.sum(0).nonzero()[:, 0].tolist()}
+    if not given or is_known or len(usable) < 2:
+        return None
+    text = "decide which expert makes an image, only the shares do"
+    if TEXT_CONDITIONS[0] not in given:
+        return f"{', '.join(sorted(given))} do not {text}"
+    if any(part.topic is not None for part in model.parts):
+        return f"the prompt does not {text}; descriptions of experts need it as text, not as embeddings"
+    return f"the prompt does not {text}; hddm describe changes that"
+
+
 @torch.no_grad()
 def _chosen(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Tensor | None:
     """The expert of each sample (num,), where it is known before the first step."""
     model, num, given, prior = plan.model, len(numbers), conditions.given, conditions.prior
     if plan.expert is not None:
-        return torch.full((num,), plan.expert)
+        chosen = torch.full((num,), plan.expert)
+        model.check_able(Choice.of(chosen, len(model.experts)).weights, given)
+        return chosen
     if model.strategy != "draw":
         return None
-    is_known = prior is not None or (model.knows_classes and set(given) == {LABELS})
-    if given and not is_known and model.num_domains > 1:
-        is_text = TEXT_CONDITIONS[0] in given
-        what = "the prompt does" if is_text else f"{', '.join(sorted(given))} do"
-        remedy = "; hddm describe changes that" if is_text else ""
-        warnings.warn(
-            f"{what} not decide which expert makes an image, only the shares do{remedy}",
-            # Up to the user: this function, no_grad's wrapper, `batches`, `sample`, its wrapper, the user.
-            stacklevel=6,
-        )
     shares = model.prior_of(num, given, prior)
+    if (blind := blind_draw(model, conditions, shares)) is not None:
+        # Up to the user: this function, no_grad's wrapper, `batches`, `sample`, its wrapper, the user.
+        warnings.warn(blind, stacklevel=6)
     if plan.picture(0) is not None and model.router is not None:
         parts = []
         for rows in torch.arange(num).split(size):
@@ -299,6 +376,12 @@ def sample(
         from hddm.experts.loading import load
 
         model = load(model)
+    if num < 1:
+        raise HddmError(f"`num` {num}: must be 1 or more")
+    if prior is not None and expert is not None:
+        raise HddmError(
+            f"`prior` chooses experts, and `expert` {expert} is chosen already; drop one of the two"
+        )
     planned = plan(
         model,
         steps=steps,

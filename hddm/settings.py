@@ -190,7 +190,7 @@ class SamplingSettings(Described):
     strategy: StrategyName | None = None
     """Strategy: draw, commit-X, full, top-K, threshold-X or nucleus-X. Default: the ensemble's."""
     solver: SolverName | None = None
-    """ODE solver. Default: adams-moulton; euler for a distilled student."""
+    """ODE solver. Default: adams-moulton; euler for a distilled student, `mask` and `edit_from`."""
     guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Guidance scale; 1 is no guidance."""
     guide_by: GuideBy = "condition"
@@ -223,8 +223,8 @@ class SampleSettings(Computing, SamplingSettings):
     """Amount of change to `init_image`. Default: 0.8; 1 with `mask`."""
     mask: InputPath | None = None
     """Mask image, white where `init_image` is replaced."""
-    resampling_steps: Positive = 10
-    """Repeats of each step with `mask`."""
+    resampling_steps: Positive | None = None
+    """Repeats of each step with `mask`. Default: 10."""
     edit_from: str | None = None
     """Text that describes `init_image`, to edit it to `prompt`."""
     expert: Annotated[int, Field(ge=0)] | None = None

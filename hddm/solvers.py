@@ -104,6 +104,8 @@ SOLVERS: dict[str, Solver] = {
     "adams-moulton": adams_moulton,
 }
 """Solvers by name; `hddm.settings.SolverName` lists the names for the command line."""
+WITH_MEMORY = (adams_bashforth, adams_moulton)
+"""Solvers that use earlier steps; their first step is Euler's."""
 DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 
 

@@ -195,6 +195,16 @@ def text_experts(num: int = 2, width: int = 16, **changes: Any) -> list[Expert]:
     return experts
 
 
+def write_unlike(root: Path, strategy: str = "draw") -> Path:
+    """An ensemble of two experts of text with an expert of nothing between them, its VAE and text encoder."""
+    first, last = text_experts(2)
+    blind = flow_expert(5, {"space": "latents", "latent_scale": None}, in_channels=4)
+    write_vae(root / "vae")
+    write_clip(root / "clip")
+    texts = texts_in(root / "clip")
+    return write_ensemble(root, [first, blind, last], strategy, vae=root / "vae", **texts)
+
+
 def write_text(root: Path, kind: Literal["kl", "tiny"] = "kl", strategy: str = "top-1") -> Path:
     """An ensemble of text experts with its VAE, text encoder and tokenizer."""
     write_vae(root / "vae", kind)

@@ -21,6 +21,8 @@ class ExpertUse:
         """Weight, runs and samples, by bin and expert."""
         self.last = torch.zeros(0, num_experts)
         """Weights (samples, K) of the last call of the velocity."""
+        self.kept: Tensor | None = None
+        """The one expert (samples,) that made, or ended, each sample of the last batch; None if mixed."""
 
     def __repr__(self) -> str:
         return f"<ExpertUse, shares {_rounded(self.shares)}>"

@@ -3,6 +3,7 @@
 Pictures come back as well: a VAE decodes samples to them.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,16 +20,16 @@ from torch.nn.functional import adaptive_max_pool2d
 
 from hddm.conditions import LABELS, Conditions, Labels, check_labels, class_indices
 from hddm.data.images import as_trained, to_unit_range
-from hddm.editing import DEFAULT_RESAMPLING, Picture
+from hddm.editing import Picture
+from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, numbered
 from hddm.networks.prompts import PromptEncoders
-from hddm.networks.text_encoder import embed
+from hddm.networks.text_encoder import embed, refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.parts import Offloading
-from hddm.routers import PromptRouter
 from hddm.running import Batch, Plan
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE, composed
 
 TEXT_TOKENS = TEXT_CONDITIONS[0]
@@ -53,28 +54,72 @@ class Encoding(Offloading):
         Arguments are those of a call; ``guided`` is true if guidance uses a negative branch. Each text expert
         gets the tokens of its own text encoder. A class expert gets the longest class name in the prompt, and
         p = 0 for prompts that name no class of its own; without a topic, its share of the other prompts is
-        its share of all images.
+        its share of all images. An expert that takes neither has p = 0 for every prompt.
 
         Raises:
-            HddmError: for prompts that the model cannot read, and arguments that exclude each other.
+            HddmError: for prompts that the model cannot read, or that would have no effect beside the other
+                arguments, and arguments that exclude each other.
         """
-        if prompt is not None and not self.readers and not self._takes_classes.any():
-            raise HddmError("`prompt`: the model is unconditional; drop the option")
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
+        texts, negatives = _texts_of(prompt, "prompt"), _texts_of(negative_prompt, "negative_prompt")
+        has_labels = class_labels is not None or LABELS in given
+        self._refuse_unread(texts, negatives, has_labels, TEXT_TOKENS in given)
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
         check_labels(given, self.ensemble.classes)
-        if prompt is not None:
-            texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if texts is not None:
             tokens, pooled = self._embed(texts)
             _add(given, tokens)
-            labels, prior = self._routed(texts, LABELS in given, pooled)
+            labels, prior = self._routed(texts, has_labels, pooled)
             given |= {} if labels is None else {LABELS: labels}
-            if guided and (negative_prompt is not None or TEXT_TOKENS not in against):
-                negative = negative_prompt or ""
-                negative = [negative] * len(texts) if isinstance(negative, str) else negative
-                _add(against, self._embed(negative, is_negative=True)[0])
+        if negatives is None and texts is not None and guided and TEXT_TOKENS not in against:
+            negatives = [""]
+        if negatives is not None and self.readers:
+            alone = negatives * len(texts or [""]) if len(negatives) == 1 else negatives
+            _add(against, self._embed(alone, is_negative=True)[0])
+        if texts is not None and has_labels:
+            prior = self._of_both(given, prior)
         return Conditions(given, against, prior)
+
+    def _refuse_unread(
+        self, texts: Sequence[str] | None, negatives: Sequence[str] | None, has_labels: bool, has_tokens: bool
+    ) -> None:
+        """Raise an `HddmError` for texts that no expert would read.
+
+        ``has_labels`` and ``has_tokens`` are true where class labels, or text tokens, are passed as such.
+        """
+        reads_text = bool(self._reads_text.any())
+        if texts is not None and not self.readers and not self._takes_classes.any():
+            raise HddmError("`prompt`: the model is unconditional; drop the option")
+        if texts is not None and has_labels and not self.readers:
+            raise HddmError("`prompt`, `class_labels`: these experts take classes alone; pass one of the two")
+        if negatives is not None and not reads_text:
+            raise HddmError("`negative_prompt`: no expert reads text; drop the option")
+        if negatives is not None and texts is None and not has_tokens:
+            raise HddmError(
+                '`negative_prompt`: guides a `prompt` away from it, and there is none (may be "")'
+            )
+
+    def _of_both(self, given: dict[str, Tensor], prior: Tensor | None) -> Tensor | None:
+        """p(k | prompt, class), 0 for experts that do not take both; ``prior`` is p(k | prompt) if known.
+
+        Raises an `HddmError` where no expert takes both.
+        """
+        ensemble: Ensemble = self.ensemble
+        # Prompts and labels may be cycled over the images, each by itself.
+        num = math.lcm(*map(len, given.values()))
+        rows = Conditions(given, {}, prior).cycled(range(num))
+        labels = {LABELS: rows.given[LABELS]}
+        text = {name: value for name, value in rows.given.items() if name != LABELS}
+        able = [found for one in (text, labels) if (found := ensemble.able(num, one)) is not None]
+        if not able:
+            return prior
+        shares = ensemble.prior_of(num, rows.given, rows.prior)
+        for one in able:
+            shares = shares * one
+        if not (shares.sum(1) > 0).all():
+            raise HddmError("`prompt`, `class_labels`: no expert takes both; pass one of the two")
+        return shares / shares.sum(1, keepdim=True)
 
     @property
     def readers(self) -> set[int]:
@@ -100,6 +145,11 @@ class Encoding(Offloading):
         """Which experts get the class that a prompt names (K,)."""
         conditions = (one.conditions for one in self.experts.facts)
         return torch.tensor([LABELS in given and TEXT_TOKENS not in given for given in conditions])
+
+    @property
+    def _reads_text(self) -> Tensor:
+        """Which experts read prompts as text (K,)."""
+        return torch.tensor([TEXT_TOKENS in one.conditions for one in self.experts.facts])
 
     def _reader(self, number: int) -> tuple[Any, Any] | None:
         """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""
@@ -141,12 +191,11 @@ class Encoding(Offloading):
         if pooled is None and not takes_classes.any():
             return None, None
         rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
-        if pooled is not None:
-            known = [one.topic for one in self.experts.experts]
-            rows = PromptRouter(known, ensemble.prior.tolist())(pooled)
-            is_described = torch.tensor([topic is not None for topic in known])
+        if pooled is not None and (router := ensemble.prompt_router) is not None:
+            rows = router(pooled)
+            is_described = torch.tensor([part.topic is not None for part in ensemble.parts])
         if not takes_classes.any() or has_labels:
-            return None, rows
+            return None, None if pooled is None else rows
         labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
         is_named = (labels < len(ensemble.classes))[:, None]
         by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
@@ -154,7 +203,7 @@ class Encoding(Offloading):
         named = by_class * ~is_described
         part = (ensemble.prior * takes_classes * ~is_described).sum() * (named.sum(1, keepdim=True) > 0)
         named = part * named / named.sum(1, keepdim=True).clamp_min(1e-300)
-        rows = torch.where(takes_classes, rows * is_described * (by_class > 0), rows)
+        rows = torch.where(takes_classes, rows * is_described * (by_class > 0), rows * self._reads_text)
         # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
         rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
@@ -164,7 +213,21 @@ class Encoding(Offloading):
             raise HddmError(
                 f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"
             )
-        return labels, rows if rows.shape[1] > 1 else None
+        return labels, rows / rows.sum(1, keepdim=True) if rows.shape[1] > 1 else None
+
+
+def _texts_of(prompt: str | Sequence[str] | None, name: str) -> list[str] | None:
+    """Prompts as a list, None for none; raises an `HddmError` for an empty list and for what is no text."""
+    if prompt is None:
+        return None
+    texts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not texts:
+        raise HddmError(f"`{name}`: an empty list; pass a text, or leave it out")
+    for text in texts:
+        if not isinstance(text, str):
+            raise HddmError(f"`{name}` {one_line(repr(text), 60)}: must be text")
+        refuse_half_characters(text, f"`{name}`")
+    return texts
 
 
 def _named_in(text: str, classes: Sequence[str]) -> int:
@@ -207,13 +270,32 @@ Images = Image.Image | np.ndarray[Any, Any] | Tensor | Sequence[Image.Image]
 
 @dataclass(frozen=True)
 class Begin:
-    """What the images of a call begin with; see `hddm.HDDMPipeline.__call__`."""
+    """What the images of a call begin with; see `hddm.HDDMPipeline.__call__`.
+
+    Raises `HddmError` for what changes a picture where there is none.
+    """
 
     image: Images | None = None
     mask_image: Images | None = None
     strength: float | None = None
-    resampling_steps: int = DEFAULT_RESAMPLING
+    resampling_steps: int | None = None
     edit_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.image is not None:
+            return
+        changes = {
+            "strength": self.strength,
+            "mask": self.mask_image,
+            "resampling_steps": self.resampling_steps,
+            "edit_from": self.edit_from,
+        }
+        for name, value in changes.items():
+            if value is not None:
+                shown = f" {value:g}" if isinstance(value, int | float) else ""
+                raise HddmError(
+                    f"`{name}`{shown} needs a picture: pass image= (`init_image` on the command line)"
+                )
 
 
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
@@ -290,15 +372,10 @@ class Pictures(Offloading):
     def picture(self, begin: Begin, expert: int, source: Conditions | None = None) -> Picture | None:
         """What images begin with, in an expert's units, encoded by its VAE, and conditions that describe it.
 
-        A latent is new if any of its pixels is. Raises `HddmError` for a strength or mask without an image,
-        and for pictures that do not fit.
+        A latent is new if any of its pixels is. Raises `HddmError` for pictures that do not fit.
         """
         image, mask_image, strength = begin.image, begin.mask_image, begin.strength
         if image is None:
-            if strength is not None or mask_image is not None or begin.edit_from is not None:
-                lone = "`edit_from`" if mask_image is None else "`mask`"
-                lone = lone if strength is None else f"`strength` {strength:g}"
-                raise HddmError(f"{lone} needs a picture: pass image= (`init_image` on the command line)")
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0

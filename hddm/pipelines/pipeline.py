@@ -15,7 +15,6 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.conditions import Labels
-from hddm.editing import DEFAULT_RESAMPLING
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
@@ -274,7 +273,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         image: Images | None = None,
         strength: float | None = None,
         mask_image: Images | None = None,
-        resampling_steps: int = DEFAULT_RESAMPLING,
+        resampling_steps: int | None = None,
         edit_from: str | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         conditions: Mapping[str, Tensor] | None = None,
@@ -305,10 +304,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                 images are cropped and resized.
             strength: how much of them is new, from 0 to 1; by default 0.8, with a mask 1.
             mask_image: white where pictures are new; all else keeps its pixels.
-            resampling_steps: with a mask, repeats of each step.
+            resampling_steps: with a mask, repeats of each step; by default 10.
             edit_from: a prompt that describes ``image``, which is then edited to the ``prompt``; see
                 `hddm.editing.edit`.
-            negative_prompt: with guidance, what to move away from; by default the empty prompt.
+            negative_prompt: with guidance by condition, what to move away from; by default the empty prompt.
             conditions: keywords of the experts' networks, each (batch, …), such as ``encoder_hidden_states``
                 (batch, tokens, width) instead of prompts.
             negative_conditions: the same for the negative branch.
@@ -332,12 +331,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             callback_on_step_end_tensor_inputs: as in diffusers, but callbacks get ``latents`` alone.
 
         Raises:
-            HddmError: for an unknown or missing condition, missing parts, and as `hddm.sampling.plan`,
-                `hddm.sampling.batches` and `hddm.running.run`.
+            HddmError: for an unknown or missing condition, missing parts, options without effect, and as
+                `hddm.sampling.plan`, `hddm.sampling.batches` and `hddm.running.run`.
         """
         guidance = Guidance.of(guidance_scale)
-        if not guidance.by_condition:
-            negative_prompt = negative_conditions = None
         encoded = self.encode(
             prompt, class_labels, negative_prompt, guidance.by_condition, conditions, negative_conditions
         )

@@ -36,13 +36,15 @@ from hddm.utils.records import SAMPLING_FILE, model_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
-FORMAT = "1.5"
+FORMAT = "1.6"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images whose experts are drawn together, so that each expert gets large batches."""
 ENOUGH = 32
 """Number of images from which on a router is doubted if it uses one expert for all."""
+IN_LINE = 50
+"""Images whose experts stand in one line of the record."""
 NEGATIVE = "negative_"
 COLUMNS, ROWS = 20, 40
 """Maximum numbers of images side by side, and of rows."""
@@ -64,8 +66,9 @@ def sample_to_folder(
     """Sample an expert, an ensemble or the Paris release into a folder.
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
-    ``sampling.json``: settings, shift of the time grid, and use of the experts over time. With ``grid``, a
-    sheet of the images is written beside it (`write_sheet`), and a line about it is returned.
+    ``sampling.json``: settings, shift of the time grid, use of the experts over time, and which expert made
+    which image. With ``grid``, a sheet of the images is written beside it (`write_sheet`), and a line about
+    it is returned.
 
     A killed run keeps its complete batches; ``resume`` continues it to the same bytes, on the same machine
     and versions. Raises `HddmError` for an existing ``out``, an unfinished run without ``resume`` or with
@@ -73,8 +76,8 @@ def sample_to_folder(
     `Interrupted`.
     """
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
-    # Latents have no sheet.
-    grid = grid and not is_latent
+    if grid and is_latent:
+        raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
     dtype = getattr(torch, settings.dtype)
     pipeline = HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload)
     pipeline.to(device).experts.prepare(settings)
@@ -89,7 +92,8 @@ def sample_to_folder(
     of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
     pipeline.check_output(settings.expert, not is_latent, of_one_kind)
     run = _Run(pipeline, settings, how)
-    settings = settings.model_copy(update={"steps": how.grid_steps, "solver": how.solver_name})
+    _say_unused(settings)
+    settings = settings.model_copy(update=_what_runs(settings, how))
     record = _record(source, settings, pipeline, run.cycles.given)
     sheet, identity = sheet_path(out), _identity(record)
     is_finished = resume and not overwrite and (out / SAMPLING_FILE).is_file()
@@ -104,7 +108,7 @@ def sample_to_folder(
         begun = identity | {"format": FORMAT}
         with open_draft(out, SAMPLING_FILE, begun, "sampling", run.kept, overwrite, resume) as draft:
             run.write(draft)
-            write_json(draft.whole / SAMPLING_FILE, record | {"expert_use": run.use.report()})
+            write_json(draft.whole / SAMPLING_FILE, record | {"expert_use": run.report()})
     if overwrite:
         # The sheet of the replaced images would be taken for a sheet of these.
         sheet.unlink(missing_ok=True)
@@ -119,6 +123,29 @@ def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None,
     return pipeline.plan(begin, **plan_arguments(settings), noise=Seeded(settings.seed))
 
 
+def _what_runs(settings: SampleSettings, how: Plan) -> dict[str, Any]:
+    """Settings that were left open or that others decide, as they are used."""
+    picture = how.picture(settings.expert or 0)
+    return {
+        "steps": how.grid_steps,
+        "solver": how.solver_name,
+        "strength": None if picture is None else picture.strength,
+        "resampling_steps": None if picture is None or picture.mask is None else picture.repeats,
+    }
+
+
+def _say_unused(settings: SampleSettings) -> None:
+    """Warn of prompts and classes that no image is for.
+
+    Not where ``start`` is above 0: such a run may be a part of a longer one.
+    """
+    labels = settings.class_labels.split(",") if settings.class_labels else []
+    for name, number in (("prompt", len(settings.prompts)), ("class_labels", len(labels))):
+        if settings.start == 0 and number > settings.num_images:
+            text = f"the last {number - settings.num_images} of {number} make no image"
+            warnings.warn(f"`{name}`: {text}, as `num_images` is {settings.num_images}", stacklevel=3)
+
+
 class _Run:
     """A run, batch by batch; `ready` counts the finished images."""
 
@@ -128,11 +155,21 @@ class _Run:
         self.use = ExpertUse(len(pipeline.ensemble.experts))
         self.expected = torch.zeros(len(pipeline.ensemble.experts), dtype=torch.float64)
         """Images that each expert should get by p(k | conditions) (K,)."""
+        self.makers: dict[int, int] = {}
+        """The expert that made each image, by number; of a pair by noise the first, and none of a mixture."""
         self.ready = 0
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to continue."""
         return f"{self.ready} of {self.settings.num_images} images are kept, and `resume=True` goes on"
+
+    def report(self) -> dict[str, Any]:
+        """Use of the experts, and which of them made which image."""
+        found = self.use.report()
+        if len(self.makers) == self.settings.num_images and self.pipeline.ensemble.num_domains > 1:
+            found["names"] = [member.label for member in self.pipeline.facts.experts]
+            found["made_by"] = lines_of(self.makers)
+        return found
 
     def write(self, draft: Draft) -> None:
         """Fill the draft's folder, except for the record."""
@@ -144,6 +181,7 @@ class _Run:
                 part = draft.parts / name
                 if (done := draft.done(part)) is not None:
                     self.use.tally = torch.tensor(done["use"], dtype=torch.float64)
+                    makers = done["makers"]
                     progress.skip(len(batch.rows) * steps)
                 else:
                     if self.ready and not is_continued:
@@ -152,8 +190,10 @@ class _Run:
                     is_continued = True
                     written = self._made(draft, name, batch, progress)
                     files = {path.relative_to(draft.folder).as_posix(): sha256_of(path) for path in written}
+                    makers = self._makers()
                     # The use of the experts up to the end of this batch.
-                    draft.finish(part, {"use": self.use.tally.tolist()}, files)
+                    draft.finish(part, {"use": self.use.tally.tolist(), "makers": makers}, files)
+                self.makers |= dict(zip(batch.numbers, makers, strict=False))
                 self.ready += len(batch.rows)
                 numbers += batch.numbers
                 paths.append(draft.parts / f"{name}.safetensors")
@@ -193,6 +233,14 @@ class _Run:
         progress(len(batch.rows))
         return paths
 
+    def _makers(self) -> list[int]:
+        """The expert of each image of the last batch, of a pair by noise the first; empty for mixtures."""
+        if self.use.kept is None:
+            return []
+        first = torch.tensor(self.pipeline.ensemble.domains)
+        found: list[int] = first[self.use.kept].tolist()
+        return found
+
     def _warn(self) -> None:
         settings, ensemble, own = self.settings, self.pipeline.ensemble, self.pipeline.facts.shift
         if settings.shift is not None and settings.shift != own:
@@ -211,6 +259,15 @@ class _Run:
             is_doubted = is_learned and settings.num_images >= ENOUGH
             for line in self.use.warnings(self.expected, ensemble.domains, is_doubted):
                 warnings.warn(line, stacklevel=3)
+
+
+def lines_of(makers: Mapping[int, int]) -> dict[str, str]:
+    """Experts of images in order, `IN_LINE` to a line, each under the number of its first image."""
+    numbers, found = sorted(makers), {}
+    for start in range(0, len(numbers), IN_LINE):
+        line = numbers[start : start + IN_LINE]
+        found[f"{line[0]:05d}"] = " ".join(str(makers[number]) for number in line)
+    return found
 
 
 def _record(
@@ -244,7 +301,9 @@ _HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights
 
 
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in _FREE | _HASHED}
+    # Format 1.5 has the default of what only a mask uses.
+    unused = set() if record.get("mask") else {"resampling_steps"}
+    return {key: value for key, value in record.items() if key not in _FREE | _HASHED | unused}
 
 
 def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
@@ -282,7 +341,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             settings.negative_prompt,
             guidance.by_condition,
             conditions=tensors,
-            negative_conditions=against if guidance.by_condition else None,
+            negative_conditions=against,
         )
     if text not in found.given and any(text in one.null_conditions for one in pipeline.ensemble.experts):
         warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)

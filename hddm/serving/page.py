@@ -154,6 +154,8 @@ class Play:
         inputs["class_labels"] = ",".join(names[one] for one in inputs["class_labels"] or ()) or None
         inputs["prompts"] = (prompt,) if (prompt := (inputs["prompts"] or "").strip()) else ()
         inputs["strategy"] = None if inputs["strategy"] in ("", ensemble.strategy) else inputs["strategy"]
+        # What the page shows at first is nobody's choice.
+        inputs["solver"] = None if inputs["solver"] == plan(ensemble).solver_name else inputs["solver"]
         return parse_record(inputs, SampleSettings, OPTIONS)
 
     def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:
@@ -208,8 +210,8 @@ class Play:
                     inputs["show"] = gr.Radio(shows, value=first, label="What to see", visible=len(shows) > 1)
                     inputs["left_out"] = gr.Dropdown(experts, label="Leave out", visible=False)
                     inputs["class_labels"] = gr.Dropdown(
-                        names, value=names[:1], multiselect=True, label="Class", visible=bool(names),
-                        info="Several take turns.",
+                        names, value=[] if reads else names[:1], multiselect=True, label="Class",
+                        visible=bool(names), info="Several take turns.",
                     )  # fmt: skip
                     inputs["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=reads)
                     inputs["strategy"] = gr.Dropdown(

@@ -150,7 +150,9 @@ def test_help_is_quick_and_shows_every_name_on_80_columns(monkeypatch: pytest.Mo
 def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs() -> None:
     solvers, _ = get_args(SampleSettings.model_fields["solver"].annotation)
     assert get_args(solvers) == tuple(SOLVERS)
-    assert SampleSettings().resampling_steps == DEFAULT_RESAMPLING
+    told = SampleSettings.model_fields["resampling_steps"].description
+    assert told is not None
+    assert told.endswith(f"Default: {DEFAULT_RESAMPLING}.")
     kinds, _ = get_args(Conversion.model_fields["prediction_type"].annotation)
     assert get_args(kinds) == tuple(one.value for one in PredictionType)
     devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}

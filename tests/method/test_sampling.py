@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.running import NotFinite, Seeded, pick_experts
-from hddm.sampling import sample, time_grid
+from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
+from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
-from hddm.velocity import VelocityField
+from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import refusal
 from tests.cases import LINEAR, Case, ConditionSum, case_named, in_parts, oracle_field
 from tests.oracles import GaussianMixture, exact_router
@@ -49,8 +52,11 @@ def test_grid_is_the_shifted_even_one(steps: int, shift: float) -> None:
 
 
 def test_a_shift_that_leaves_steps_no_length_is_refused() -> None:
-    for steps, shift in ((25, 1e15), (25, -0.5), (25, 0.0), (25, math.inf), (0, 1.0), (-1, 1.0)):
-        assert "pass 1 step or more, and a positive shift near 1" in refusal(time_grid, steps, shift)
+    for shift in (1e15, -0.5, 0.0, math.inf):
+        told = f"`shift` {shift:g}: must be positive, and near enough to 1 for 25 steps"
+        assert refusal(time_grid, 25, shift) == told
+    for steps in (0, -1):
+        assert refusal(sample, _field(), 2, steps=steps) == f"`steps` {steps}: must be 1 or more"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +193,8 @@ def test_samples_are_float32_of_the_asked_shape() -> None:
         ({"expert": 1}, "`expert` 1: choose from 0 to 0"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
+        ({"num": 0}, "`num` 0: must be 1 or more"),
+        ({"shape": (3, 2, 2)}, r"`shape` \(3, 2, 2\): samples of this model have 1 channels"),
     ],
     ids=str,
 )
@@ -265,7 +273,7 @@ def test_the_router_is_asked_at_every_nth_call_of_a_batch(every: int, solver: st
 @pytest.mark.parametrize("options", [{"strategy": "draw"}, {"expert": 1}], ids=str)
 def test_who_was_drawn_or_named_stays_and_the_router_is_not_asked(options: dict[str, Any]) -> None:
     ensemble = _routed("top-2")
-    samples = sample(ensemble, 40, steps=3, router_every=2, **options)
+    samples = sample(ensemble, 40, steps=3, **options)
     assert ensemble.router.times == []
     assert set(_arrived(samples).tolist()) == ({1} if "expert" in options else {0, 1, 2})
 
@@ -325,6 +333,58 @@ def test_samples_run_expert_by_expert_and_come_back_in_order() -> None:
     for index, one in enumerate(samples):
         alone = sample(ensemble, 1, seed=5, steps=2, start=index)[0]
         torch.testing.assert_close(one, alone)
+
+
+PICTURE = Picture(torch.zeros(1, *SHAPE), 0.5)
+HOLE = replace(PICTURE, mask=torch.ones(1, 1, *SHAPE[1:], dtype=torch.bool))
+WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
+    ("draw", {"router_every": 2}, "`router_every` 2: strategy draw keeps one expert per image"),
+    ("top-1", {"router_every": 2, "expert": 1}, "`router_every` 2: `expert` 1 runs, and no router"),
+    ("top-1", {"guidance_scale": Guidance(1.0, by="weak")}, "`guide_by` weak: has no effect at"),
+    ("top-1", {"guidance_scale": Guidance(1.0, channels=1)}, "`cfg_channels` 1: has no effect at"),
+    ("top-1", {"guidance_scale": Guidance(1.0, interval=(0.2, 1))}, "`guidance_interval` 0.2 1.0: has no"),
+    ("top-1", {"guidance_scale": Guidance(1.0, rescale=0.5)}, "`guidance_rescale` 0.5: has no effect at"),
+    ("top-1", {"negative": {"hue": torch.zeros(2)}}, "negative conditions: no effect at `guidance_scale` 1"),
+    ("draw", {"expert": 1, "strategy": None, "prior": torch.ones(2, 3)}, "`expert` 1 is chosen already"),
+    ("draw", {"picture": HOLE, "solver": "adams-moulton"}, "`solver` adams-moulton: uses earlier steps"),
+    ("draw", {"picture": HOLE, "solver": "adams-bashforth"}, "`solver` adams-bashforth: uses earlier steps"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "words"), WITHOUT_EFFECT, ids=str)
+def test_an_option_without_effect_is_refused(strategy: str, options: dict[str, Any], words: str) -> None:
+    given = {"hue": torch.zeros(2)} if "negative" in options else {}
+    assert words in refusal(sample, _routed(strategy, ("hue",)), 2, steps=2, **options, **given)
+
+
+def test_one_expert_has_no_router_to_ask_less_often() -> None:
+    assert "`router_every` 3: one expert runs, and no router" in refusal(sample, _field(), 2, router_every=3)
+    assert "pass neither `steps` nor `shift`" in refusal(
+        integrate, _field(), torch.zeros(1, *SHAPE), time_grid(2), steps=3
+    )
+    assert "repeats steps inside a `mask`, and there is none" in refusal(replace, PICTURE, resampling=3)
+
+
+def test_a_plan_names_the_solver_that_runs() -> None:
+    ensemble = _routed("draw")
+    for picture, name in ((None, "adams-moulton"), (PICTURE, "adams-moulton"), (HOLE, "euler")):
+        assert plan(ensemble, picture=lambda _, one=picture: one).solver_name == name
+        heun = plan(ensemble, picture=lambda _, one=picture: one, solver="heun")
+        assert (heun.solver_name, heun.solver) == ("heun", SOLVERS["heun"])
+
+
+def test_under_draw_experts_that_cannot_take_a_condition_make_no_image() -> None:
+    places = {-8.0: ("hue",), 0.0: (), 8.0: ("hue",)}
+    ensemble = Ensemble([Expert(place, one).field() for place, one in places.items()], strategy="draw")
+    assert set(_arrived(sample(ensemble, 40, steps=1)).tolist()) == {0, 1, 2}
+    with pytest.warns(UserWarning, match="hue do not decide"):
+        arrived = _arrived(sample(ensemble, 40, steps=1, hue=torch.zeros(40)))
+    assert set(arrived.tolist()) == {0, 2}
+    told = refusal(sample, ensemble, 2, steps=1, expert=1, hue=torch.zeros(2))
+    assert told == "expert 1 cannot take hue; use another expert, or leave it out"
+    one = Ensemble(ensemble.experts[:2], strategy="draw")
+    # Only one can, so nothing is left to the shares.
+    assert _warned(one, hue=torch.zeros(2)) == []
 
 
 @pytest.mark.parametrize("solver", list(CALLS))

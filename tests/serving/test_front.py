@@ -32,7 +32,16 @@ from hddm.serving.workers import SampleJob, VelocityJob, Worker
 from hddm.settings import SampleSettings, ServeSettings
 from hddm.utils.errors import UsageError
 from tests.artefacts import refusal
-from tests.ensemble_files import CLASSES, WEIGHTS, flow_expert, saved, write_ensemble, write_mixed, write_text
+from tests.ensemble_files import (
+    CLASSES,
+    WEIGHTS,
+    flow_expert,
+    saved,
+    write_ensemble,
+    write_mixed,
+    write_text,
+    write_unlike,
+)
 from tests.paris_files import write_paris
 
 IMAGES = "/v1/images/generations"
@@ -187,6 +196,22 @@ def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) 
     small, low, high = (handle.jobs for handle in front.workers)
     assert len(small) == 1
     assert min(len(low), len(high)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*only the shares do")
+def test_an_expert_without_text_gets_no_request_of_a_prompt(tmp_path: Path) -> None:
+    folder = write_unlike(tmp_path)
+    front = front_of(folder, batching=False)
+    for place, strategy in enumerate(("draw", "full")):
+        body = {"prompt": "a cat", "strategy": strategy, "n": 6}
+        made = sampled(folder, tmp_path / str(place), num_images=6, prompts=("a cat",), strategy=strategy)
+        assert files_in(ask(front, **body)) == made
+    assert [bool(handle.jobs) for handle in front.workers] == [True, False, True]
+    answer = ask(front, prompt="a cat", model="ensemble/1")
+    assert (answer.status_code, answer.json()["error"]["message"][:30]) == (
+        400,
+        "expert 1 cannot take the promp",
+    )
 
 
 def test_experts_of_one_name_have_a_worker_each(tmp_path: Path) -> None:
@@ -390,6 +415,8 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "size": ({"prompt": "cat", "size": "1024x1024"}, 400, "this ensemble makes 4x4; or pass auto"),
     "many": ({"prompt": "cat", "n": 11}, 400, "n is 11, and this service makes at most 10"),
     "key": ({"prompt": "cat", "sed": 1}, 400, "request: unknown key 'sed'; did you mean 'seed'?"),
+    "negative": ({"prompt": "cat", "negative_prompt": "dog"}, 400, "no expert reads text; drop the option"),
+    "weak": ({"prompt": "cat", "guide_by": "weak"}, 400, "has no effect at `guidance_scale` 1"),
     "strategy": ({"prompt": "cat", "strategy": "top-9"}, 400, "top-9 needs 9 experts and there are 3"),
 }
 
@@ -444,7 +471,7 @@ def malformed() -> list[tuple[str, str, bytes]]:
     bodies = [draw.randbytes(length) for length in range(1, 200, 10)]
     bodies += [whole[:length] for length in range(len(whole))]
     bodies += [b"[" * depth + b"1" for depth in (1, 1000, 60_000)]
-    bodies.append(b'{"prompt": "' + b"a" * 70_000 + b'"}')
+    bodies += [b'{"prompt": "' + b"a" * 70_000 + b'"}', b'{"prompt": "half \\ud800"}']
     keys = ["n", "size", "steps", "seed", "start", "solver", "strategy", "guidance_scale", "model"]
     keys += ["response_format", "output_format", "__class__", "init_image", "quality"]
     values: list[Any] = [[], {}, [[]], "", "x" * 5000, "\ud800", "../../etc/passwd", 1e400]

@@ -146,6 +146,20 @@ def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> 
     assert shown.count('class="done') == 3
 
 
+def test_a_solver_that_nobody_chose_stands_in_the_way_of_no_mask(ensemble: Path) -> None:
+    pytest.importorskip("gradio")
+    play = Play([ensemble])
+    shown = {"class_labels": ["cat"], "prompts": "", "strategy": "", "num_images": 1, "steps": 2}
+    chosen = {
+        solver: play._settings(shown | {"solver": solver, "init_image": Path(START), "mask": Path(MASK)})
+        for solver in ("adams-moulton", "heun")
+    }
+    assert [one.solver for one in chosen.values()] == [None, "heun"]
+    panel = _painted(Opened(ensemble, chosen["heun"]).panel("all", chosen["adams-moulton"]), PICTURE, HOLE)
+    assert panel.error == ""
+    assert "--solver" not in panel.commands[0]
+
+
 @pytest.mark.integration
 def test_what_is_painted_over_is_cropped_as_its_picture(ensemble: Path) -> None:
     pytest.importorskip("gradio")
