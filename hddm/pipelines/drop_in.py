@@ -11,8 +11,8 @@ So everything that works around a network goes on working: guidance, image-to-im
 callbacks, and each of diffusers' schedulers, also one that is exchanged later.
 """
 
-import hashlib
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +29,23 @@ from hddm.experts.loading import load
 from hddm.networks.wrappers import (
     EXPERT_NETWORKS,
     FLUX,
+    TEXT_CONDITIONS,
     has_variance_head,
     own_time_factor,
     pack,
     text_width,
     unpack,
 )
+from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.routers import Choice
 from hddm.running import pick_experts, posterior_of
+from hddm.sampling import blind_draw
 from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, flow_steps, from_diffusers
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
 from hddm.velocity import ROUNDING, PredictionType, VelocityField
 
+TEXT_TOKENS = TEXT_CONDITIONS[0]
 _NETWORKS = ("unet", "transformer")
 _RESIDUALS = {
     "UNet2DConditionModel": ("down_block_additional_residuals", "mid_block_additional_residual"),
@@ -57,11 +61,20 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
         pipe.unet = hddm.drop_in(hddm.load("ensemble"), pipe)
 
     With one expert that was made of the pipeline's own weights, images equal those of the pipeline up to
-    rounding. Under ``draw`` the signs of the state at the first call of a sampling decide which expert makes
-    an image. Without a picture to start from, these are the signs of the initial noise, so that the same
-    generator draws the same expert with any scheduler and number of steps. A batch of two or three equal
+    rounding. Under ``draw`` the signs of the state at the first call of a generation decide which expert
+    makes an image. Without a picture to start from, these are the signs of the initial noise, so that the
+    same generator draws the same expert with any scheduler and number of steps. A batch of two or three equal
     parts is taken for the branches of guidance: images of equal noise without guidance have the expert that
-    the class or prompt of the first of them draws.
+    the class of the first, or the prompt of the last of them draws.
+
+    An expert that cannot take the prompt or class is not used. Where experts are described (``hddm
+    describe``) with the text encoder that they read prompts by, the descriptions decide as in ``hddm
+    sample``, for prompts that the pipeline encodes itself; a warning tells where they cannot.
+
+    A generation begins with new timesteps of the scheduler, which each call of a pipeline makes; where the
+    noise returns to its level of the first call; and at that level with another state. So a loop of your own
+    over one tensor of timesteps may make one image after the other. Two generations that take turns need a
+    stand-in each. Where branches of guidance come one after the other, the first one decides.
 
     Args:
         model: an expert, or an ensemble with any strategy, or the folder of one, which is loaded with the
@@ -82,19 +95,6 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
 
 class _LayersError(HddmError, AttributeError):
     """Of an attribute that a stand-in lacks, so that ``hasattr`` of diffusers is False."""
-
-
-@dataclass
-class _Sampling:
-    """What holds from the first to the last call of one sampling."""
-
-    timesteps: object
-    """The scheduler's tensor of timesteps, which each sampling makes anew."""
-    images: int
-    places: Tensor
-    """(images,) in [0, 1), which choose experts."""
-    expert: Tensor | None = None
-    """(images,) the experts that were drawn."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ class DropIn(nn.Module):
         # No submodule: the pipeline moves the experts alone. No weights, so that theirs can be freed.
         with torch.device("meta"):
             vars(self)["_replaced"] = type(replaced).from_config(replaced.config)
-        self._sampling: _Sampling | None = None
+        self._generation: Generation | None = None
+        self._prompts = EncodedPrompts(pipe) if _is_described(ensemble) else None
         self._path: tuple[object, Schedule, PredictionType, float] | None = None
 
     @property
@@ -271,7 +272,7 @@ class DropIn(nn.Module):
                 f"a ControlNet adds to layers of {self._kind}, and an expert's network is of another class"
             )
         choice = Choice(self._weights(x, times, conditions))
-        model.joint.check(choice.weights, conditions.get(LABELS))
+        model.check_able(choice.weights, conditions)
         inputs = model.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
         model.check_inputs(inputs)
         if call.residuals:
@@ -284,28 +285,73 @@ class DropIn(nn.Module):
 
     def _weights(self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """Weights (batch, K): of the strategy, or 1 for the expert that an image has drawn."""
-        model, run = self.model, self._sampling
-        if run is None or run.timesteps is not self.pipe.scheduler.timesteps:
-            run = self._sampling = _new_sampling(self.pipe.scheduler.timesteps, x)
-        commits = model.commits_at
+        model, run = self.model, self._generation_of(x, times, conditions)
+        commits, prior = model.commits_at, run.prior
         is_drawn = model.strategy == "draw" or (commits is not None and bool((times <= commits).any()))
         if not is_drawn:
-            return model.weights(x, times, conditions=conditions)
+            shares = None if prior is None else run.of_branches(prior, len(x))
+            return model.weights(x, times, conditions=conditions, prior=shares)
         if run.expert is None:
-            own = Conditions({name: value[: run.images] for name, value in conditions.items()})
             time = 1.0 if commits is None else float(times[0])
+            own = Conditions(_of_images(conditions, run.images), prior=prior)
             run.expert = pick_experts(posterior_of(model, x[: run.images], time, own), run.places)
-        return model.weights(x, times, run.expert[torch.arange(len(x)) % run.images])
+        return model.weights(x, times, run.of_branches(run.expert, len(x)))
+
+    def _generation_of(self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]) -> Generation:
+        """The generation that a call belongs to, which it may begin."""
+        model, run = self.model, self._generation
+        now, timesteps = float(times.max()), self.pipe.scheduler.timesteps
+        if run is None or run.timesteps is not timesteps or now > run.start + ROUNDING:
+            return self._begin(Generation(timesteps, now, signs_of(x)), conditions)
+        if now < run.start - ROUNDING:
+            keeps = model.strategy == "draw" or model.commits_at is not None or run.prior is not None
+            if keeps and run.others and not run.has_left and run.is_of_another(signs_of(x)):
+                raise HddmError(
+                    "two generations take turns, and each of them keeps its experts; take one hddm.drop_in "
+                    "for each, or one batch of both"
+                )
+            run.has_left = True
+            return run
+        signs = signs_of(x)
+        if run.has_left:
+            return self._begin(Generation(timesteps, now, signs), conditions)
+        # Branches of guidance may come one after the other, with one state.
+        if run.signs.shape == signs.shape and run.signs.equal(signs):
+            return run
+        others = (*run.others, run.signs)[-TURNS:]
+        return self._begin(Generation(timesteps, now, signs, others=others), conditions)
+
+    def _begin(self, run: Generation, conditions: Mapping[str, Tensor]) -> Generation:
+        """Begin a generation: what its prompts say of the experts is asked once."""
+        model = self.model
+        router = model.prompt_router if TEXT_TOKENS in conditions else None
+        if self._prompts is not None and router is not None:
+            pooled = self._prompts.pooled(conditions, run.images)
+            width = next(one.topic.means.shape[1] for one in model.parts if one.topic is not None)
+            run.prior = None if pooled is None or pooled.shape[1] != width else router(pooled)
+        own = Conditions(_of_images(conditions, run.images), prior=run.prior)
+        shares = model.prior_of(run.images, own.given, own.prior)
+        if (blind := blind_draw(model, own, shares)) is not None and model.strategy == "draw":
+            warnings.warn(blind, stacklevel=2)
+        self._generation = run
+        return run
 
 
-def _new_sampling(timesteps: object, x: Tensor) -> _Sampling:
-    """Images of a batch whose rows may be repeated, once per branch of guidance, and their places."""
-    branches = next(n for n in (2, 3, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n))))
-    # A scheduler scales its states; signs stay.
-    own = (x[: len(x) // branches] > 0).cpu()
-    digests = [hashlib.sha256(row.numpy().tobytes()).digest() for row in own]
-    places = [int.from_bytes(one[:6], "big") / 2**48 for one in digests]
-    return _Sampling(timesteps, len(own), torch.tensor(places, dtype=torch.float64))
+def _is_described(ensemble: Ensemble) -> bool:
+    """True where experts are described with the text encoder that they read prompts by."""
+    records = [part.topic.record for part in ensemble.parts if part.topic is not None]
+    topics = {record.text_encoder.fingerprint for record in records if record is not None}
+    readers = {
+        getattr(part.text_encoder, "fingerprint", None)
+        for part in ensemble.parts
+        if TEXT_TOKENS in (part.field.conditions or ())
+    }
+    return bool(topics) and topics == readers
+
+
+def _of_images(conditions: Mapping[str, Tensor], images: int) -> dict[str, Tensor]:
+    """Conditions of the images: pipelines put the branch without a class last, and without a prompt first."""
+    return {name: one[:images] if name == LABELS else one[-images:] for name, one in conditions.items()}
 
 
 def _rows(residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """hddm.drop_in: experts in place of a stock pipeline's network, against that pipeline and closed forms."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +15,17 @@ from torch import Tensor
 
 from hddm import Ensemble, VelocityField, drop_in, load
 from hddm.ensemble import Part
+from hddm.experts.assembly import assemble
+from hddm.experts.topics import describe_topic
+from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.wrappers import NetworkWrapper
+from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, from_diffusers
 from tests.artefacts import Command, printed, refusal
 from tests.cases import BetaTable
 from tests.checkpoint_files import SD_BETAS, dit, pixart, plain_unet, randomised, text_unet
-from tests.component_files import write_vae
+from tests.component_files import texts_in, write_clip, write_vae
+from tests.ensemble_files import saved, text_experts
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router
 
 SD = {**SD_BETAS, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
@@ -237,6 +243,7 @@ def test_image_to_image_inpainting_and_controlnet_work(
         assert latents(pipe, **inputs, **more).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*only the shares do")
 def test_under_draw_the_noise_decides_which_expert_makes_an_image(
     sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
@@ -260,6 +267,117 @@ def test_under_draw_the_noise_decides_which_expert_makes_an_image(
         assert {k for (k,) in by} == {0, 1}
         found.append(by)
     assert found[0] == found[1]
+
+
+def _own_loop(stand_in: Any, timesteps: Tensor, state: Tensor) -> Tensor:
+    """Denoise by hand, as one does who has made the timesteps once."""
+    text = numbers(1, 7, 16, seed=3).expand(len(state), -1, -1)
+    for t in timesteps:
+        output = stand_in(state, t, encoder_hidden_states=text).sample
+        state = stand_in.pipe.scheduler.step(output, t, state).prev_sample
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:.*only the shares do")
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("strategy", ["draw", "commit-1"])
+def test_images_of_a_loop_over_one_tensor_of_timesteps_have_an_expert_each(
+    steps: int, strategy: str, sd: DiffusionPipeline, experts: list[VelocityField]
+) -> None:
+    pipe = sd_pipeline(StableDiffusionPipeline, sd)
+    pipe.scheduler.set_timesteps(steps)
+    timesteps = pipe.scheduler.timesteps
+
+    def router(x: Tensor, t: Tensor) -> Tensor:
+        return x.new_full((len(x), 2), 0.5)
+
+    stand_in = drop_in(Ensemble(experts, router, strategy), pipe)
+    states = [numbers(1, 4, 8, 8, seed=seed) for seed in range(8)]
+    found = [_own_loop(stand_in, timesteps, state) for state in states]
+    drawn = set()
+    for state, image in zip(states, found, strict=True):
+        assert _own_loop(drop_in(Ensemble(experts, router, strategy), pipe), timesteps, state).equal(image)
+        alone = [_own_loop(drop_in(one, pipe), timesteps, state) for one in experts]
+        drawn |= {k for k in (0, 1) if alone[k].equal(image)}
+    assert drawn == {0, 1}
+    # A loop that was left stays without effect on the next one.
+    stand_in(states[0], timesteps[0], encoder_hidden_states=numbers(1, 7, 16, seed=3))
+    assert _own_loop(stand_in, timesteps, states[1]).equal(found[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*only the shares do")
+def test_branches_one_after_the_other_are_one_generation_and_two_by_turns_are_refused(
+    sd: DiffusionPipeline, experts: list[VelocityField]
+) -> None:
+    pipe = sd_pipeline(StableDiffusionPipeline, sd)
+    pipe.scheduler.set_timesteps(3)
+    first, second, _ = pipe.scheduler.timesteps
+    model = Ensemble(experts, strategy="draw")
+    stand_in, text = drop_in(model, pipe), {"encoder_hidden_states": numbers(1, 7, 16, seed=3)}
+    states = [numbers(1, 4, 8, 8, seed=seed) for seed in range(3)]
+    begun = [stand_in(states[0], first, **one).sample for one in (text, text)]
+    assert begun[0].equal(begun[1])
+    stand_in(states[0], second, **text)
+    # Three images that are denoised a step at a time, by turns.
+    for state in states:
+        stand_in(state, first, **text)
+    assert "two generations take turns" in refusal(stand_in, states[0], second, **text)
+    # The last one may go on.
+    stand_in(states[2], second, **text)
+
+
+@pytest.mark.integration
+def test_prompts_choose_the_expert_as_for_hddm_sample(tmp_path: Path) -> None:
+    encoder = write_clip(tmp_path)
+    for k, (one, text) in enumerate(zip(text_experts(2), ("cat, a cat", "dog, two dogs"), strict=True)):
+        describe_topic(saved(tmp_path / str(k), one), text=text, **texts_in(tmp_path))
+    assemble([tmp_path / "0", tmp_path / "1"], tmp_path / "both", **texts_in(tmp_path))
+    prompts = ["a cat", "two dogs"]
+    prior = HDDMPipeline.from_pretrained(tmp_path / "both").encode(prompts).prior
+    assert prior is not None
+    assert prior.round().tolist() == [[1, 0], [0, 1]]
+    pipe = stock("sd", tmp_path)
+    pipe.register_modules(text_encoder=encoder, tokenizer=read_tokenizer(tmp_path / "tokenizer"))
+    model = load(tmp_path / "both")
+    assert isinstance(model, Ensemble)
+    size: dict[str, Any] = {"height": 8, "width": 8, "guidance_scale": 3.0, "negative_prompt": ["a bird"] * 2}
+    given = size | {"num_images_per_prompt": 3, "num_inference_steps": 2, "output_type": "latent"}
+
+    def images(stand_in: Any, **inputs: Any) -> Tensor:
+        pipe.unet = stand_in
+        made = pipe(generator=torch.Generator().manual_seed(0), **given, **inputs).images
+        return torch.as_tensor(made)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = images(drop_in(model, pipe), prompt=prompts)
+        alone = [images(drop_in(one, pipe), prompt=prompts) for one in model.experts]
+    expected = torch.cat([alone[0][:3], alone[1][3:]])
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+    # Of embeddings that it did not see being made, a stand-in does not know the prompt, and says so.
+    with torch.no_grad():
+        other = encoder(torch.arange(77)[None]).last_hidden_state
+    pipe.text_encoder._forward_hooks.clear()
+    with pytest.warns(UserWarning, match="only the shares do; descriptions of experts need it as text"):
+        images(drop_in(model, pipe), prompt=None, prompt_embeds=other.flip(1).repeat(2, 1, 1))
+
+
+def test_an_expert_without_text_makes_no_image_of_a_prompt(
+    sd: DiffusionPipeline, experts: list[VelocityField]
+) -> None:
+    pipe = sd_pipeline(StableDiffusionPipeline, sd)
+    pixels = NetworkWrapper(plain_unet(in_channels=4, out_channels=4))
+    blind = VelocityField(pixels, LinearSchedule(), "flow_prediction", 1000.0, conditions=())
+    for strategy in ("draw", "full"):
+        model = Ensemble(
+            [blind, experts[0]], lambda x, t: x.new_tensor([[0.9, 0.1]]).expand(len(x), 2), strategy, [9, 1]
+        )
+        pipe.unet = drop_in(model, pipe)
+        made = [latents(pipe, seed=seed, **FAMILIES["sd"].inputs) for seed in range(3)]
+        pipe.unet = drop_in(experts[0], pipe)
+        for seed, images in enumerate(made):
+            expected = latents(pipe, seed=seed, **FAMILIES["sd"].inputs)
+            assert (images - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def test_an_expert_that_does_not_know_a_class_is_refused() -> None:
