@@ -4,12 +4,14 @@ Typer brings its own copy of click, or does not, by its version; so its objects 
 """
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from hddm.utils.errors import choose, did_you_mean, words
+from hddm.utils.errors import UsageError, choose, did_you_mean, words
 
 _TOPICS = {
     "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size "
@@ -61,6 +63,18 @@ class Verb(TyperCommand):
     An option's own ``rich_help_panel`` and ``metavar`` have precedence over the tables above.
     """
 
+    def make_parser(self, ctx: Any) -> Any:
+        parser: Any = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parsed(args: list[str]) -> Any:
+            found = parse(args=args)
+            _refuse_repeated(found[2])
+            return found
+
+        parser.parse_args = parsed
+        return parser
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.params if one.param_type_name == "argument"]
         return ["[OPTIONS]", *(_term(one) if one.required else f"[{_term(one)}]" for one in arguments)]
@@ -76,6 +90,18 @@ class Verb(TyperCommand):
             if rows:
                 with formatter.section(topic):
                     formatter.write_dl(rows)
+
+
+def _refuse_repeated(given: Sequence[Any]) -> None:
+    """Refuse a second text or list of classes among the ``given`` parameters, for an option that takes one.
+
+    Beside --prompt, which may be repeated, it looks as if it counted. Of numbers and names the last one
+    counts, as scripts expect that put their own options behind others.
+    """
+    for param, times in Counter(given).items():
+        is_text = param.param_type_name == "option" and _word(param) in ("TEXT", "LABELS")
+        if times > 1 and is_text and not param.multiple:
+            raise UsageError(f"{param.opts[0]}: takes one value, and stands there {times} times; keep one")
 
 
 def as_typed(text: str) -> str:

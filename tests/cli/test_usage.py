@@ -157,3 +157,12 @@ def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs()
     assert get_args(kinds) == tuple(one.value for one in PredictionType)
     devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}
     assert devices == {"auto"}
+
+
+def test_a_second_text_of_an_option_that_takes_one_is_refused(tmp_path: Path, hddm: Command) -> None:
+    line = ["sample", tmp_path, "--out", tmp_path / "out", "--prompt", "a", "--prompt", "b"]
+    for option in ("--edit-from", "--negative-prompt", "--class-labels"):
+        told = f"hddm: {option}: takes one value, and stands there 2 times; keep one\n"
+        assert hddm(*line, option, "cat", option, "dog") == (2, "", told)
+    # The last number counts.
+    assert "times" not in hddm(*line, "--steps", 2, "--steps", 3)[2]
