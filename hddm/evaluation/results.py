@@ -160,6 +160,9 @@ def _fields(content: Evaluation) -> dict[str, str]:
     fields["sampling"] = _UNKNOWN
     if content.sampling is not None:
         sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
+        if not sampling.get("mask"):
+            # Samples of format 1.5 have the default of what only a mask uses.
+            sampling.pop("resampling_steps", None)
         labels, names = sampling.get("class_labels"), sampling.pop("class_names", None)
         if labels and names:
             pairs = zip(labels, names, strict=False)

@@ -62,6 +62,9 @@ class Encoding(Offloading):
         """
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
         texts, negatives = _texts_of(prompt, "prompt"), _texts_of(negative_prompt, "negative_prompt")
+        if not any(negatives or ()):
+            # The empty text is what guidance moves away from anyway.
+            negatives = None
         has_labels = class_labels is not None or LABELS in given
         self._refuse_unread(texts, negatives, has_labels, TEXT_TOKENS in given)
         if class_labels is not None:

@@ -209,8 +209,9 @@ class _Run:
         for start in numbers[::ROUND]:
             own = range(start, min(start + ROUND, numbers.stop))
             conditions = self.cycles.cycled(own)
-            prior = self.pipeline.ensemble.prior_of(len(own), conditions.given, conditions.prior)
-            self.expected += prior.sum(0)
+            if self.how.expert is None:
+                prior = self.pipeline.ensemble.prior_of(len(own), conditions.given, conditions.prior)
+                self.expected += prior.sum(0)
             for place, batch in enumerate(batches(self.how, own, conditions, self.settings.batch_size)):
                 yield f"{start:05d}-{place:05d}", batch
 
@@ -249,6 +250,8 @@ class _Run:
             return
         if self.cycles.prior is not None:
             for k in (self.expected == 0).nonzero()[:, 0].tolist():
+                if ensemble.parts[k].topic is None:
+                    continue
                 name = self.pipeline.facts.experts[k].name or "unnamed"
                 text = f"expert {k} ({name}) made no image: no prompt fits its description"
                 warnings.warn(text, stacklevel=3)

@@ -102,6 +102,12 @@ def test_settings_that_differ_on_purpose_are_declared(tmp_path: Path, hddm: Comm
 def test_a_setting_that_only_one_result_has_is_a_difference(tmp_path: Path, hddm: Command) -> None:
     a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, sampling__cfg_channels=3)
     assert f"cfg_channels: not recorded in {a}; 3 in {b}" in _refused(hddm, a, b)
+    # Older samples have the default of what only a mask uses.
+    old, new = (
+        _write(tmp_path / f"{value}.json", 6, sampling__resampling_steps=value, data__images__hash=f"{value}")
+        for value in (10, None)
+    )
+    assert hddm("compare", old, new)[0] == 0
     unknown = _write(tmp_path / "unknown.json", 3, sampling=None)
     assert f'sampling: "recorded" in {a}; "not recorded" in {unknown}' in _refused(hddm, a, unknown)
     assert hddm("compare", a, unknown, "--varies", "sampling")[0] == 0

@@ -11,7 +11,7 @@ import pytest
 from hddm.pipelines import samples
 from hddm.utils.files import sha256_of
 from hddm_cli.app import app
-from tests.artefacts import Command, contents, copied, largest_file
+from tests.artefacts import Command, contents, copied, edit_json, largest_file
 from tests.ensemble_files import edit_members
 
 OPTIONS = ("--num-images", "10", "--steps", "2", "--batch-size", "4", "--strategy", "draw", "--start", "3")
@@ -161,6 +161,22 @@ def test_what_is_finished_is_not_made_again_nor_taken_for_something_else(
     (interrupted / "00004.png").unlink()
     code, _, error = hddm("sample", *options)
     assert (code, "lacks 00004.png; --overwrite makes all images anew" in error) == (1, True)
+
+
+def test_a_finished_run_of_the_format_before_is_finished(
+    ensemble: Path, tmp_path: Path, hddm: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has a default of repeats that no mask used, and does not say who made which image."""
+    options = [ensemble, *OPTIONS, "--out", tmp_path / "out"]
+    assert hddm("sample", *options)[0] == 0
+    record = json.loads((tmp_path / "out/sampling.json").read_text())
+    assert record["resampling_steps"] is None
+    del record["expert_use"]["made_by"]
+    edit_json(
+        tmp_path / "out/sampling.json", format="1.5", resampling_steps=10, expert_use=record["expert_use"]
+    )
+    assert hddm("sample", *options, "--resume")[0] == 0
+    assert "is finished" in caplog.text
 
 
 def test_a_part_that_a_power_failure_spoilt_is_made_again(

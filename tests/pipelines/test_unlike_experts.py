@@ -159,6 +159,13 @@ def test_an_option_without_effect_is_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_empty_negative_prompt_is_none(pipe: HDDMPipeline) -> None:
+    """Programs that know diffusers pass it by default."""
+    for given in ({}, {"prompt": "a cat"}, {"prompt": "a cat", "guidance_scale": 2.0}):
+        images = [pipe(**given, **more, **LATENT).images for more in ({}, {"negative_prompt": ""})]
+        assert torch.equal(*images)
+
+
 def test_prompts_that_no_image_is_for_are_named(unlike: Path, tmp_path: Path, hddm: Command) -> None:
     prompts = [word for text in ("a", "b", "c") for word in ("--prompt", text)]
     options = (*prompts, "--steps", 1, "--num-images", 2)
