@@ -37,6 +37,16 @@ class PlannedRow:
     scores: Step
 
 
+@dataclass(frozen=True)
+class Split:
+    """Images that no model is trained on."""
+
+    path: Path
+    inputs: tuple[Step, ...]
+    """Steps that write them."""
+    identity: str
+
+
 @dataclass
 class SeedPlan:
     """All steps of one ``seed``, and the rows that they lead to.
@@ -73,6 +83,22 @@ class SeedPlan:
             if self._features == "classifier":
                 words += ["--save-classifier", "$out.safetensors"]
             return self._step(f"scores/{_REAL}", self._evaluation(words))
+
+    @property
+    def splits(self) -> dict[str, "Split"]:
+        """Validation and held-out images, those of the two that the file names."""
+        found = {}
+        for name in ("validation", "held_out"):
+            text = getattr(self.file.evaluate, name)
+            if text is not None:
+                (word,) = split(self._with_values(text))
+                inputs = {one: self.find(one) for one in names_in(word) if one not in RESERVED}
+                places = {one: str(step.path) for one, step in inputs.items()}
+                path = Path(placed(word, {**places, "data": str(self.data)}))
+                identity = placed(word, {one: step.identity for one, step in inputs.items()})
+                content = "" if inputs else self.contents.of(path)
+                found[name] = Split(path, tuple(inputs.values()), identity + content)
+        return found
 
     @cached_property
     def rows(self) -> list[PlannedRow]:

@@ -46,6 +46,7 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.benchmark.steps import Contents, Step, link_to
+from hddm.evaluation.images import read_data
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, errors_as, shown
@@ -53,10 +54,12 @@ from hddm.utils.files import alone, check_absent, is_empty, read_json, remove, w
 from hddm.utils.processes import stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE, HashCache
-from hddm.utils.work import Work, differences, machine
+from hddm.utils.work import Work, differences, hash_of, machine
 from hddm.utils.workers import Backend, Call, Workers
 
 log = logging.getLogger(__name__)
+COUNTING = 5_000
+"""Units of counting a step's operations."""
 _KEPT = "finished work is saved, and the same command continues"
 
 
@@ -123,7 +126,7 @@ def _run(
     steps = list({step.identity: step for plan in plans for step in plan.all}.values())
     _forget_damaged(steps)
     left = _left(steps)
-    planned, missing = sum(map(_units, steps)), sum(map(_units, left))
+    planned, missing = sum(map(_with_counting, steps)), sum(map(_with_counting, left))
     where = f", {file.workers} at a time" if backend is None else ""
     was_finished = f"was finished on {before['date']}" if before else "all its steps are done"
     text = f"{counted(len(left), 'step')} to run{where}" if left else was_finished
@@ -132,7 +135,7 @@ def _run(
     def now() -> list[str]:
         return [f"now {'; '.join(shown(workers.running, 8))}"] if workers.running else []
 
-    progress = Progress(planned, file.name, more=now)
+    progress = Progress(planned, file.name, more=now, is_even=False)
     with backend or Workers(file.workers) as workers, progress:
         progress.skip(planned - missing)
         for k, plan in enumerate(plans, 1):
@@ -204,16 +207,13 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
         )
 
 
+def _with_counting(step: Step) -> int:
+    """Units of a step and of counting its operations, which equal steps share."""
+    return step.units + (COUNTING if step.is_counted else 0)
+
+
 def _left(steps: Iterable[Step]) -> list[Step]:
     return [step for step in steps if not step.is_done]
-
-
-def _units(step: Step) -> int:
-    """About how long a step takes, in images of a small training."""
-    if not step.kind.is_training:
-        return step.kind.units
-    images: int = step.values["steps"] * step.values["batch_size"]
-    return max(step.kind.units, images)
 
 
 def _do_all(
@@ -229,14 +229,14 @@ def _do_all(
         progress(reported[call.name] - before)
 
     def start(call: Call) -> None:
-        if shows_commands and call.units:
+        if shows_commands and call.writes is not None:
             step = call.arguments["step"]
             about = plan.file.about.get(step.name)
             progress.say((f"\n{about}\n" if about else "") + f"  {step.shown}")
 
     def end(call: Call, seconds: float) -> None:
         report(call, 1.0)
-        if shows_commands and call.units:
+        if shows_commands and call.writes is not None:
             progress.say(f"    {call.name}: {duration(seconds)}")
 
     def call(function: Callable[..., float], step: Step, name: str, **more: Any) -> Call:
@@ -244,20 +244,35 @@ def _do_all(
         return Call(function, arguments, name, uses_gpu=step.values.get("device") != "cpu", **more)
 
     steps = {step.identity: step for step in plan.all}.values()
+    expected = sum(step.is_counted for step in _left(steps))
     for depth in range(1 + max(step.depth for step in steps)):
         wave = [step for step in steps if step.depth == depth]
         # The longest first, so that no worker is idle at the end.
-        todo = sorted(_left(wave), key=lambda step: -_units(step))
-        calls = [call(_do, one, one.label, units=_units(one), writes=one.result) for one in todo]
+        todo = sorted(_left(wave), key=lambda step: -step.units)
+        calls = [call(_do, one, one.label, units=one.units, writes=one.result) for one in todo]
         workers.run(calls, report, start, end)
         _link(out, [step for step in plan.all if step.depth == depth])
-    uncounted = {_cost(step): step for step in steps if step.kind.is_training or step.verb == "sample"}
-    counts = [
-        call(_count, step, f"operations of {step.label}")
-        for path, step in uncounted.items()
-        if not step.work.has(path)
-    ]
-    workers.run(counts, report, start, end)
+        _refuse_shared_images(plan)
+    uncounted = {}
+    for step in steps:
+        if step.is_counted and not step.work.has(_cost(step)):
+            uncounted[_cost(step)] = step
+    # Units of what was expected to be counted, and shares the count of another step.
+    progress.skip(COUNTING * max(0, expected - len(uncounted)))
+    calls = [call(_count, one, f"operations of {one.label}", units=COUNTING) for one in uncounted.values()]
+    workers.run(calls, report, start, end)
+
+
+def _refuse_shared_images(plan: SeedPlan) -> None:
+    """Refuse validation images that are held-out images too, as soon as both are there."""
+    splits = plan.splits
+    if len(splits) < 2 or not all(step.is_done for split in splits.values() for step in split.inputs):
+        return
+    part = plan.work.path("splits", hash_of([[name, split.identity] for name, split in splits.items()]))
+    if not plan.work.has(part):
+        with errors_as(HddmError, "evaluate"):
+            read_data({"validation": splits["validation"].path, "held_out": splits["held_out"].path})
+        plan.work.finish(part, {})
 
 
 def _cost(step: Step) -> Path:

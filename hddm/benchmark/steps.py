@@ -35,20 +35,23 @@ class StepKind(NamedTuple):
     is_uncounted: bool = False
     """The cost of what it trains, or of the model that it reads, is not known."""
     units: int = 1_000
-    """Progress of a step; a training has one unit per image that it sees."""
+    """Progress of a step, about its milliseconds on one core."""
+    units_an_image: float = 0.0
+    """Further progress for each image that it is trained on, or makes."""
 
 
 STEP_KINDS = {
-    "train expert": StepKind(is_seeded=True, is_alone=True, is_training=True),
-    "train router": StepKind(is_seeded=True, is_training=True),
+    "train expert": StepKind(is_seeded=True, is_alone=True, is_training=True, units_an_image=3.0),
+    "train router": StepKind(is_seeded=True, is_training=True, units_an_image=0.4),
     "train all": StepKind(is_seeded=True, is_uncounted=True),
-    "distill": StepKind(is_seeded=True, is_alone=True, is_training=True),
+    "distill": StepKind(is_seeded=True, is_alone=True, is_training=True, units_an_image=3.0),
     "convert": StepKind(is_alone=True, is_uncounted=True),
-    "calibrate": StepKind(is_alone=True),
+    "calibrate": StepKind(is_alone=True, units=10_000),
     "merge": StepKind(is_alone=True),
-    "sample": StepKind(is_seeded=True, units=10_000),
-    "evaluate": StepKind(units=4_000),
-    "data old-model": StepKind(is_uncounted=True),
+    "sample": StepKind(is_seeded=True, units_an_image=25.0),
+    "evaluate": StepKind(units=15_000),
+    "partition": StepKind(units=3_000),
+    "data old-model": StepKind(is_uncounted=True, units=30_000),
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(
@@ -165,6 +168,21 @@ class Step:
     def kind(self) -> StepKind:
         """What its verb does."""
         return STEP_KINDS.get(self.verb, StepKind())
+
+    @property
+    def is_counted(self) -> bool:
+        """True if its operations are counted."""
+        return self.kind.is_training or self.verb == "sample"
+
+    @property
+    def units(self) -> int:
+        """About how long it takes, in milliseconds of one core; networks differ, so it is a guess."""
+        images = 0
+        if self.kind.is_training:
+            images = self.values["steps"] * self.values["batch_size"]
+        elif self.verb == "sample":
+            images = self.values["num_images"]
+        return self.kind.units + round(images * self.kind.units_an_image)
 
     @property
     def values(self) -> Mapping[str, Any]:

@@ -124,7 +124,9 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}),
-        **dict.fromkeys(("prediction_type", "prediction_source", "schedule_source", "schedule_range", "shift")),
+        **dict.fromkeys(
+            ("prediction_type", "prediction_source", "schedule_source", "schedule_range", "shift")
+        ),
         "latent_scale": source.declared.latent_scale,
         "variance_head": interface.variance_head,
         "null_class": interface.null_class,
