@@ -91,7 +91,9 @@ class SeedPlan:
         for name in ("validation", "held_out"):
             text = getattr(self.file.evaluate, name)
             if text is not None:
-                (word,) = split(self._with_values(text))
+                word, *more = split(self._with_values(text)) or [""]
+                if more or not word:
+                    raise HddmError(f"evaluate.{name}: {text!r} is no path of images; name one")
                 inputs = {one: self.find(one) for one in names_in(word) if one not in RESERVED}
                 places = {one: str(step.path) for one, step in inputs.items()}
                 path = Path(placed(word, {**places, "data": str(self.data)}))
