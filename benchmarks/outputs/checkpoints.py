@@ -193,9 +193,7 @@ def conversion(workshop: Workshop) -> Outputs:
             options["schedule"] = own / options["schedule"]
         hddm.convert(path, own / "expert", **options)
         yield from under(f"{name}/expert", files_of(own / "expert", workshop.root))
-        yield f"{name}/velocity", _velocity(own / "expert", network)
-        if _conditions(network, 1):
-            yield f"{name}/guided", _velocity(own / "expert", network, 3.0)
+        yield from under(name, _velocities(own / "expert", network))
         command("convert", own / "expert", "--out", own / "back", "--to-layout", source.layout)
         yield from under(f"{name}/back", files_of(own / "back", workshop.root))
     again = {"once more": {}, "with text": {"text_dim": 12}}
@@ -210,13 +208,18 @@ def _conditions(network: ModelMixin, rows: int) -> dict[str, Tensor]:
     return flow_models.text(network, rows) if is_flow else conditions_of(network, rows)
 
 
-def _velocity(expert: Path, network: ModelMixin, scale: float = 1.0) -> Tensor:
-    """The velocity of a converted network, under conditions that it takes."""
+def _velocities(expert: Path, network: ModelMixin) -> Outputs:
+    """Velocities of an expert under its conditions, under none of them, and guided away from none."""
     field = hddm.load(expert)
     x, t = states(field.sample_shape)
+    t = t.clamp(*field.noise_range)
     given = _conditions(network, len(x))
-    negative = {name: one.flip(0) for name, one in given.items()} if scale != 1 else None
-    return field.velocity(x, t.clamp(*field.noise_range), scale, negative, **given)
+    yield "velocity", field.velocity(x, t, **given)
+    needed = {name: one.flip(0) for name, one in given.items() if name not in field.null_conditions}
+    if len(needed) < len(given):
+        yield "velocity without conditions", field.velocity(x, t, **needed)
+    if given:
+        yield "guided velocity", field.velocity(x, t, 3.0, needed, **given)
 
 
 def _paris(folder: Path) -> Outputs:
@@ -264,4 +267,4 @@ def loras(workshop: Workshop) -> Outputs:
             out = own / f"of {tool}"
             command("convert", file, "--base", own / "base", "--out", out)
             yield from under(f"{kind}/{tool}", files_of(out, workshop.root))
-            yield f"{kind}/{tool}/velocity", _velocity(out, network)
+            yield from under(f"{kind}/{tool}", _velocities(out, network))

@@ -139,8 +139,9 @@ def _stable_diffusion(folder: Path, kind: str) -> diffusers.DiffusionPipeline:
     encoder = write_clip(folder)
     changes = {} if kind == "sd1" else {"use_linear_projection": True, "attention_head_dim": 4}
     prediction = "epsilon" if kind == "sd1" else "v_prediction"
+    shift = None if kind == "sd1" else 0.1
     return diffusers.StableDiffusionPipeline(
-        vae=write_vae(folder / "vae", factor=8),
+        vae=write_vae(folder / "vae", factor=8, shift_factor=shift),
         unet=text_unet(**changes),
         scheduler=diffusers.DDIMScheduler(**SD_BETAS, prediction_type=prediction, clip_sample=False),
         text_encoder=encoder,
