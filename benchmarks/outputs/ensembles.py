@@ -21,7 +21,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "wide": {"size": "2x64/1"},
 }
 SCORES = ("splits", "diversity", "memorisation", "recognised", "domains")
-PAIR = ((0.6, 1.0), (0.0, 0.6))
+PAIR = ((0.5, 1.0), (0.0, 0.5))
 """Noise ranges of an expert for high and one for low noise."""
 
 
@@ -111,17 +111,21 @@ def _pair(folder: Path, workshop: Workshop) -> list[Path]:
 def _of_ensemble(folder: Path, workshop: Workshop) -> Outputs:
     yield from files_of(folder, workshop.root, kept=lambda path: path.parts[0] not in ("experts", "router"))
     model = hddm.load(folder)
-    yield "samples by its own strategy", hddm.sample(model, 6, seed=2, steps=3)
-    labels = torch.arange(9) % len(model.classes)
+    labels = torch.arange(256) % len(model.classes)
+    # Many, so that a small change of a share shows.
+    given = {"seed": 2, "steps": 1, "strategy": "draw"}
+    yield "many drawn samples", hddm.sample(model, len(labels), **given)
+    yield "many drawn samples of classes", hddm.sample(model, len(labels), **given, class_labels=labels)
+    yield "samples by its own strategy", hddm.sample(model, 6, seed=2, steps=4)
     for strategy in ("draw", "full", "commit-0.5") if model.router else ("draw",):
-        samples = hddm.sample(model, 6, seed=2, steps=3, strategy=strategy, class_labels=labels[:6])
+        samples = hddm.sample(model, 6, seed=2, steps=4, strategy=strategy, class_labels=labels[:6])
         yield f"samples of classes/{strategy}", samples
     if model.router:
         x, t = states(model.sample_shape)
         yield "probabilities", model.router(x, t)
         model.strategy = "full"
         yield "velocity", model.velocity(x, t)
-        yield "velocity of classes", model.velocity(x, t, class_labels=labels)
+        yield "velocity of classes", model.velocity(x, t, class_labels=labels[: len(x)])
 
 
 def _of_several_sizes(folder: Path) -> Outputs:

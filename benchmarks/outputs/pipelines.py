@@ -171,6 +171,8 @@ PIPELINES = {
     "PixArtSigmaPipeline": _pixart,
 }
 PROMPTS = ["a cat", "Two Dogs on a lawn", ""]
+CAPTIONS = ("a cat,cats,a dog", "a dog")
+"""Of two experts, one of them in common."""
 
 
 def prompts(workshop: Workshop) -> Outputs:
@@ -230,15 +232,16 @@ def _described(folder: Path, workshop: Workshop) -> Outputs:
     write_vae(root / "vae")
     write_clip(root)
     texts = texts_in(root)
-    for name, expert, captions in zip("ab", text_experts(), ("a cat,cats", "dog,two dogs"), strict=True):
+    for name, expert, captions in zip("ab", text_experts(), CAPTIONS, strict=True):
         saved(root / name, expert)
         places = ("--text-encoder", texts["text_encoder"], "--tokenizer", texts["tokenizer"])
         command("describe", root / name, "--text", captions, *places)
         yield from under(name, files_of(root / name, workshop.root))
     hddm.assemble([root / "a", root / "b"], root / "both", vae=root / "vae", **texts)
     pipe = _opened(root / "both")
-    yield "p(k | prompt)", pipe.encode(PROMPTS).prior
-    yield "images", pipe(PROMPTS, output_type="pt", **STEPS).images
+    asked = [*PROMPTS, "a dog"]
+    yield "p(k | prompt)", pipe.encode(asked).prior
+    yield "images", pipe(asked, output_type="pt", **STEPS).images
 
 
 def _constant(x: Tensor, t: Tensor) -> Tensor:
