@@ -200,6 +200,12 @@ def conversion(workshop: Workshop) -> Outputs:
     for name, options in again.items():
         hddm.convert(folder / "facebook's DiT" / "expert", folder / name, **options)
         yield from under(name, files_of(folder / name, workshop.root))
+    # A merged expert has no source, whose scheduler it could give back.
+    for name in ("DiT", "SD3", "Flux dev", "facebook's DiT"):
+        merged, back = folder / f"merged {name}", folder / f"merged {name}, back"
+        command("merge", folder / name / "expert", folder / name / "expert", "--out", merged)
+        command("convert", merged, "--out", back, "--to-layout", SOURCES[name].layout)
+        yield from under(back.name, files_of(back, workshop.root))
     yield from under("Paris", _paris(folder / "paris"))
 
 

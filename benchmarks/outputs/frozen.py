@@ -3,7 +3,7 @@
     python -m benchmarks.outputs write before.json       # before the change
     python -m benchmarks.outputs compare before.json     # after it; exits with 1 if anything differs
 
-About 1,600 outputs are computed: tensors and files, nearly all through the names that users call. A file
+About 1,700 outputs are computed: tensors and files, nearly all through the names that users call. A file
 holds a hash of each, and the versions, the processor and the number of threads, on which the bits depend. So
 write and compare on one machine, in one environment.
 """
