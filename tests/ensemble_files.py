@@ -17,9 +17,9 @@ from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
+from hddm.networks.families import known_family
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.networks.wrappers import interface_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion
@@ -42,7 +42,7 @@ def load_ensemble(folder: Path, **options: Any) -> hddm.Ensemble:
 def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network: Any) -> Expert:
     """A flow expert of 3×4×4 pixels, or of what ``network`` and ``facts`` say."""
     made = randomised(ExpertTransformer(**FLOW | network), seed)
-    interface = interface_of("ExpertTransformer", made.config)
+    interface = known_family(made).interface(made.config)
     classes = (
         CLASSES if interface.num_classes == len(CLASSES) else map(str, range(interface.num_classes or 0))
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.harness import Start
-from hddm.networks.wrappers import pack, unpack
+from hddm.networks.families.flux import pack, unpack
 from hddm.schedules import LinearSchedule, Schedule, from_diffusers
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField

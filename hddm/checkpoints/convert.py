@@ -41,9 +41,9 @@ from hddm.experts.records import (
     read_nulls,
     write_records,
 )
+from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
-from hddm.networks.transformers import ExpertTransformer
-from hddm.networks.wrappers import EXPERT_NETWORKS, OPTIONAL_CONDITIONS, call, pooled_width, text_width
+from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.training.objectives import check_fit
@@ -61,20 +61,8 @@ TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Shares of the range of t that schedule and expert cover."""
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_VELOCITY_ERROR = 1e-4
-TOKENS = 8
-_ENOUGH = 16
-"""Height and width for networks that take several: comparing a large sample takes much longer."""
 _TOGETHER = 32 * 32
 """Pixels of states that are compared at several noise levels at once; larger ones take memory."""
-
-
-_FIXED = {
-    "time_ids": [64.0, 64.0, 0.0, 0.0, 64.0, 64.0],
-    "resolution": [64.0, 64.0],
-    "aspect_ratio": [1.0],
-    "guidance": 3.5,
-}
-"""Conditions with fixed values instead of random numbers."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +212,7 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     It is built as `hddm.load` does, except that weights stay mapped.
     """
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    network, weights, arguments = open_network(folder)
     fill(network, weights, arguments, str(folder))
     outputs: list[Tensor] = []
     field = field_of(Expert(network, record, None, read_nulls(folder)))
@@ -243,7 +231,7 @@ def _class_forward(source: Checkpoint) -> Forward:
     weights = source.table.renamed(source.weights, origin)
     network = empty_network(source.network, source.arguments, len(weights), origin)
     fill(network, weights, source.arguments, origin)
-    return functools.partial(call, network)
+    return functools.partial(known_family(network).call, network)
 
 
 class _InFloat32(TorchFunctionMode):
@@ -264,14 +252,16 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
     """Compare the raw outputs and the velocity of the network in ``draft`` with the source's own network."""
     written, outputs, config = _as_written(draft)
     known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
-    conditions, conventions = example_conditions(known, config, plan.interface.num_classes), plan.conventions
+    family, conventions = known_family(plan.built.network), plan.conventions
+    noise = generator(0, Use.CONVERSION_CONDITIONS)
+    conditions = {}
+    for name in known:
+        conditions[name] = family.example(name, config, plan.interface.num_classes, noise)
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
     # A layout's own network has the positions of one size.
-    if plan.source.forward is None and plan.built.network is not ExpertTransformer:
-        # A UNet halves the size once per level.
-        enough = max(_ENOUGH, 2 ** len(config.get("block_out_channels", ())))
-        size = [min(side, enough) for side in size]
+    if plan.source.forward is None:
+        size = list(family.compared_size(config, (size[0], size[1])))
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     times = [low + share * (high - low) for share in TIMES]
@@ -334,24 +324,3 @@ def _closed_form(
             return (s * y + a * output - (a * y - s * output)) / (a * a + s * s)
         case PredictionType.FLOW_PREDICTION:
             return output
-
-
-def example_conditions(
-    names: tuple[str, ...], config: Mapping[str, Any], num_classes: int | None
-) -> dict[str, Tensor]:
-    """One row of fixed random conditions in the shapes that a network takes."""
-    noise = generator(0, Use.CONVERSION_CONDITIONS)
-    found: dict[str, Tensor] = {}
-    for name in names:
-        match name:
-            case "class_labels":
-                found[name] = torch.randint(num_classes or 1, (1,), generator=noise)
-            case "encoder_hidden_states":
-                found[name] = torch.randn(1, TOKENS, text_width(config) or 1, generator=noise)
-            case "text_embeds":
-                found[name] = torch.randn(1, pooled_width(config), generator=noise)
-            case "pooled_projections":
-                found[name] = torch.randn(1, config["pooled_projection_dim"], generator=noise)
-            case _:
-                found[name] = torch.tensor([_FIXED[name]])
-    return found

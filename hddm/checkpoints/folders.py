@@ -6,12 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import diffusers
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.checkpoints.headers import Header, read_headers
-from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE
+from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
@@ -24,9 +22,11 @@ from hddm.experts.records import (
     remedy,
     without_adapter,
 )
+from hddm.networks.families import known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,
     empty_network,
+    of_families,
     open_network,
     parse_config,
     read_file,
@@ -45,7 +45,6 @@ from hddm.networks.vae import (
     scale_and_shift,
     weights_of_variant,
 )
-from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
 from hddm.utils.documents import parse_yaml
@@ -55,14 +54,6 @@ from hddm.utils.records import damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"
-DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
-    "diffusers-dit": diffusers.DiTTransformer2DModel,
-    "diffusers-pixart": diffusers.PixArtTransformer2DModel,
-    "diffusers-sd3": diffusers.SD3Transformer2DModel,
-    "diffusers-flux": diffusers.FluxTransformer2DModel,
-    "diffusers-unet2d": diffusers.UNet2DModel,
-    "diffusers-unet2d-condition": diffusers.UNet2DConditionModel,
-}
 DENOISERS = ("transformer", "unet")
 SCHEDULER_FILE = "scheduler_config.json"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
@@ -118,14 +109,13 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
     path, index = folder / "config.json", _index(above)
-    network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
+    network, arguments = parse_config(read_config(folder), of_families(layouts().values()), str(path))
+    family = known_family(network)
     side, stated = reading.sample_size, arguments.get("sample_size")
-    # The config of Flux has no place for it.
-    if network.__name__ != FLUX and side is not None and stated != [side, side]:
+    if family.states_size and side is not None and stated != [side, side]:
         if stated not in (None, side):
             raise HddmError(f"`sample_size` {side}: {path} says sample_size {stated!r}; drop the option")
         arguments["sample_size"] = side
-    layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     sets = _weight_files(folder, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
@@ -136,7 +126,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     if isinstance(vae, UnreadVae):
         more.append(f"its VAE is an {vae}, so it makes no pictures by itself, and another VAE is refused")
     header = read_headers(files)
-    licence = _licence(above, layout, arguments, header)
+    licence = _licence_of_card(above) or header.licence or family.licence(arguments)
     if header.licence not in (None, licence):
         stated = f"the header of the weights states the licence {header.licence!r}"
         more.append(f"{stated}, and the model card another, which is recorded")
@@ -151,7 +141,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     text = PipelineText(above, reading.variant)
     return Checkpoint(
         path=folder,
-        layout=layout,
+        layout=family.layout,
         files=tuple(files),
         weights=weights,
         network=network,
@@ -174,11 +164,11 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     record = read_facts(folder)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if record.adapter is None:
-        network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+        network, weights, arguments = open_network(folder)
     else:
         base = base_of(folder, record.adapter)
         files = (folder / ADAPTER_WEIGHTS, base / WEIGHTS)
-        network, weights, arguments = open_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
+        network, weights, arguments = open_adapted(folder, record.adapter, base)
         record = without_adapter(record)
     choose_set({record.weights: None}, reading.weights, str(folder))
     refuse_damaged(folder, damage(folder, EXPERT_FILE, FILES), remedy(folder))
@@ -214,8 +204,8 @@ def _own_table(
     """Map names in a file of ``kind`` to those of the class; they differ only where older names remain."""
     names = empty_network(kind, arguments, len(weights), origin).state_dict()
     pairs = [same(old, name) for name, old in stored_names(names, weights).items()]
-    benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in names else {}
-    return KeyTable(pairs, benign)
+    computed = [name for name in known_family(kind).computed if name not in names]
+    return KeyTable(pairs, dict.fromkeys(computed, "computed anew"))
 
 
 def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None:
@@ -248,15 +238,6 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
         if (root / name).exists() or (root / name).is_symlink():
             inside(root, name)
             return root / name
-    return None
-
-
-def _licence(above: Path, layout: str, arguments: dict[str, Any], header: Header) -> str | None:
-    """The licence that the model card or the weights' header states, else that of known released weights."""
-    if (stated := _licence_of_card(above) or header.licence) is not None:
-        return stated
-    if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES:
-        return IMAGENET_LICENCE
     return None
 
 

@@ -23,8 +23,8 @@ from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
+from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS, empty_network
-from hddm.networks.wrappers import interface_of
 from hddm.routers import Topic
 from hddm.schedules import DiscreteSchedule, Schedule, from_config
 from hddm.settings import Reading
@@ -81,14 +81,14 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         for key in _ARGUMENTS[one.option]:
             arguments.pop(key, None)
     empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
-    shape: list[int] | None = None
+    family, shape = known_family(empty), None
     try:
-        interface = interface_of(network, empty.config)
+        interface = family.interface(empty.config)
         if "sample_size" not in [one.option for one in missing]:
             shape = list(interface.sample_shape)
     except HddmError as error:
         # Any height and width will do here: they are not part of the result.
-        interface = interface_of(network, empty.config, (64, 64))
+        interface = family.interface(empty.config, (64, 64))
         unstated.append(str(error))
     notes, stated = list(source.declared.notes), dict[str, Any]()
     summary = "what its network predicts, and on which schedule, is not stated"

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import ModelMixin, PixArtTransformer2DModel
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
-from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.families.expert import EXPERT
+from hddm.networks.families.family import Family
+from hddm.networks.families.pixart import PIXART
 from hddm.networks.vae import DEFAULT_SCALES
 from hddm.settings import Reading
 from hddm.training.settings import SIZES
@@ -33,11 +34,6 @@ from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
 
 LATENT_SCALE = DEFAULT_SCALES["AutoencoderKL"]
-IMAGENET_CLASSES = 1000
-IMAGENET_LICENCE = (
-    "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
-    "non-commercial; `licence` states another)"
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class FileLayout:
     Args:
         name: as in ``--to-layout``.
         markers: keys that every file of this layout has; no file of another layout has all of them.
-        network: class that computes the same function.
+        family: of the network that computes the same function.
         arguments: its arguments, from the tensors and the user's options.
         table: maps names of both sides, from the network's names, its arguments and the origin for errors.
         forward: the layout's own network over its own names, for the check of a conversion.
@@ -58,7 +54,7 @@ class FileLayout:
 
     name: str
     markers: tuple[str, ...]
-    network: type[ModelMixin]
+    family: Family
     arguments: Callable[[Weights, Reading, str], dict[str, Any]]
     table: Callable[[Iterable[str], Mapping[str, Any], str], KeyTable]
     forward: Callable[[Weights, Mapping[str, Any]], Forward]
@@ -351,7 +347,7 @@ FACEBOOK_DIT = FileLayout(
         "blocks.0.adaLN_modulation.1.weight",
         "x_embedder.proj.weight",
     ),
-    network=ExpertTransformer,
+    family=EXPERT,
     arguments=_dit_arguments,
     table=_dit_table,
     forward=_dit_forward,
@@ -361,7 +357,7 @@ FACEBOOK_DIT = FileLayout(
 PIXART_ORIGINAL = FileLayout(
     name="pixart-original",
     markers=("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "blocks.0.scale_shift_table"),
-    network=PixArtTransformer2DModel,
+    family=PIXART,
     arguments=_pixart_arguments,
     table=_pixart_table,
     forward=_pixart_forward,

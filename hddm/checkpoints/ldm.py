@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
+from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.tensors import count_blocks, shape_of
@@ -108,7 +108,7 @@ def _declared(content: Weights, config: Mapping[str, Any], reading: Reading, ori
 
 
 def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
-    """Arguments of the `UNet2DConditionModel` that computes the same function, read from shapes.
+    """Arguments of diffusers' UNet that computes the same function, read from shapes.
 
     The network must take text and have the same number of layers at every level.
     """
@@ -324,7 +324,7 @@ class _Unet(Modules):
 LDM = FileLayout(
     name="ldm",
     markers=(f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight"),
-    network=UNet2DConditionModel,
+    family=STABLE_DIFFUSION,
     arguments=arguments,
     table=key_table,
     forward=forward,

@@ -34,6 +34,7 @@ from hddm.experts.lora import (
     write_adapter,
 )
 from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, open_expert, write_records
+from hddm.networks.families import family_of
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import check_absent, new_folder, sha256_of
@@ -233,7 +234,7 @@ def _layers_of(network: ModelMixin) -> dict[str, str]:
     kinds = (nn.Linear, nn.Conv2d)
     layers = [name for name, module in network.named_modules() if isinstance(module, kinds)]
     names = {layer.replace(".", "_"): layer for layer in layers} | {layer: layer for layer in layers}
-    if isinstance(network, ldm.LDM.network):
+    if family_of(network) is ldm.LDM.family:
         # Not every block of the class is one of latent diffusion.
         with contextlib.suppress(HddmError):
             pairs = ldm.key_table([f"{layer}.weight" for layer in layers], network.config, "LoRA").pairs

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from diffusers import ModelMixin, UNet2DConditionModel
+from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pipeline
-from hddm.checkpoints.layouts import IMAGENET_LICENCE
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
     Checkpoint,
@@ -28,13 +27,14 @@ from hddm.checkpoints.sources import (
 )
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
+from hddm.networks.families import known_family
+from hddm.networks.families.dit import IMAGENET_LICENCE
+from hddm.networks.families.expert import EXPERT
+from hddm.networks.families.family import Interface
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
-from hddm.networks.prompts import default_conditions
-from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.vae import MODEL_INDEX
-from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.settings import Conversion, Reading
 from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, Unstated, UsageError
@@ -154,11 +154,11 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
     if conversion.text_dim is not None:
-        if source.network is not ExpertTransformer or source.arguments.get("text_dim") is not None:
+        if known_family(source.network) is not EXPERT or source.arguments.get("text_dim") is not None:
             raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
         named = {one.name: one.read() for one in tensors}
         weights, config = add_text(named, built.arguments, conversion.text_dim)
-        built = Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()])
+        built = Built(EXPERT.network, config, [as_planned(*item) for item in weights.items()])
     # For a network whose config does not state it.
     side = conversion.sample_size
     size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
@@ -172,12 +172,12 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     if built.network is source.network:
         extras |= source.declared.kept
     nulls = dict(source.nulls)
-    if source.network is UNet2DConditionModel and (tokens := source.text.empty_prompt()) is not None:
+    family = known_family(built.network)
+    if family.keeps_empty_prompt and (tokens := source.text.empty_prompt()) is not None:
         nulls[TEXT] = tokens
-    nulls = default_conditions(interface.conditions, interface.sample_shape) | nulls
-    if "text_embeds" in interface.conditions and TEXT in nulls and not nulls[TEXT].any():
-        # Where the empty prompt is zeros, so is its one vector.
-        nulls["text_embeds"] = torch.zeros(pooled_width(built.arguments))
+    nulls = family.defaults(interface.conditions, interface.sample_shape) | nulls
+    if TEXT in nulls and not nulls[TEXT].any():
+        nulls |= family.null_vectors(built.arguments)
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
 
@@ -214,7 +214,7 @@ def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -
     # The network's config has the defaults of its class besides the arguments.
     network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
     try:
-        return interface_of(built.network.__name__, network.config, size)
+        return known_family(built.network).interface(network.config, size)
     except Unstated as error:
         raise Unstated(source.path, f"{error.origin} {error.text}", error.option) from error
     except HddmError as error:
@@ -325,7 +325,7 @@ def add_text(
     """Return weights and config with cross-attention to text tokens of width ``text_dim``.
 
     Output projections are zero, so that outputs keep their bits with any text until training changes that;
-    the rest starts as in a fresh `ExpertTransformer`.
+    the rest starts as in a fresh network.
     """
     width, heads = int(config["hidden_size"]), int(config["num_heads"])
     with torch.random.fork_rng(devices=[]):

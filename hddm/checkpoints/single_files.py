@@ -11,14 +11,13 @@ from hddm.checkpoints import ldm
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
-    IMAGENET_CLASSES,
-    IMAGENET_LICENCE,
     PIXART_ORIGINAL,
     FileLayout,
 )
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
+from hddm.networks.families.dit import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.networks.folders import empty_network, read_file, refuse_quantised
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError
@@ -54,7 +53,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     weights, prefix = sets[chosen]
     refuse_quantised(weights, path)
     arguments = layout.arguments(weights, reading, str(path))
-    names = empty_network(layout.network, arguments, len(weights), str(path)).state_dict()
+    names = empty_network(layout.family.network, arguments, len(weights), str(path)).state_dict()
     declared = layout.declared({**rest, **weights}, arguments, reading, str(path))
     header = read_headers([path])
     declared = replace(declared, notes=(*declared.notes, *header.notes))
@@ -67,7 +66,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         layout=layout.name,
         files=(path,),
         weights=weights,
-        network=layout.network,
+        network=layout.family.network,
         arguments=arguments,
         table=layout.table(names, arguments, str(path)),
         forward=lambda: layout.forward(weights, arguments),

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import Header
 from hddm.experts.records import ExpertRecord
+from hddm.networks.families import known_family
+from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.wrappers import IN_LATENTS, Interface, own_time_factor
 from hddm.schedules import (
     DiscreteSchedule,
     LinearSchedule,
@@ -328,7 +329,7 @@ def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoin
         return source.record.time_scale
     if isinstance(schedule, DiscreteSchedule):
         return 1.0
-    return flow_steps(config, origin) / own_time_factor(source.network.__name__)
+    return flow_steps(config, origin) / known_family(source.network).time_factor
 
 
 def with_shift(conventions: Conventions, source: Checkpoint, interface: Interface) -> Conventions:

@@ -11,7 +11,7 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
-from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, SCHEDULER_FILE, open_expert_checkpoint
+from hddm.checkpoints.folders import SCHEDULER_FILE, open_expert_checkpoint
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
@@ -19,9 +19,9 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.prompts import encoder_classes, family_in, index_content, zeros_in
+from hddm.networks.families import known_family, layouts
+from hddm.networks.prompts import encoder_classes, index_content, several_in, zeros_in
 from hddm.networks.vae import MODEL_INDEX
-from hddm.networks.wrappers import own_time_factor
 from hddm.routers import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
@@ -34,15 +34,6 @@ RECORD = "written_back.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
 _OWN = (CALIBRATION, TOPIC, WEAK_FILE)
 """Files of an expert that only hddm has."""
-_NETWORKS = {name: one.network for name, one in FILE_LAYOUTS.items()} | dict(DIFFUSERS_LAYOUTS)
-_PIPELINES = {
-    "diffusers-dit": ("DiTPipeline", "transformer"),
-    "diffusers-pixart": ("PixArtAlphaPipeline", "transformer"),
-    "diffusers-sd3": ("StableDiffusion3Pipeline", "transformer"),
-    "diffusers-flux": ("FluxPipeline", "transformer"),
-    "diffusers-unet2d": ("DDPMPipeline", "unet"),
-    "diffusers-unet2d-condition": ("StableDiffusionPipeline", "unet"),
-}
 
 
 def write_back(
@@ -55,8 +46,9 @@ def write_back(
     keeps. Raises `HddmError` for a layout that is unknown,
     cannot hold this network, or would change the meaning of its weights.
     """
-    if layout not in _NETWORKS:
-        raise UsageError(f"`to_layout` {layout}: {choose(layout, tuple(_NETWORKS))}")
+    known = [*FILE_LAYOUTS, *layouts()]
+    if layout not in known:
+        raise UsageError(f"`to_layout` {layout}: {choose(layout, known)}")
     if not (folder / EXPERT_FILE).is_file():
         raise UsageError(f"{folder}: not an expert folder; name one of an ensemble, or convert it first")
     source = open_expert_checkpoint(folder, Reading())
@@ -70,7 +62,7 @@ def write_back(
     if dry_run:
         return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
-        if layout in DIFFUSERS_LAYOUTS:
+        if layout in layouts():
             lines += _write_pipeline(source, record, layout, draft)
         else:
             _write_file(source, record, layout, draft / CHECKPOINT_FILE)
@@ -97,8 +89,9 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
     if record.training_calibration:
         text = f"was trained together with its calibration, which layout {layout} cannot hold"
         raise HddmError(f"{source.path}: {text}")
-    is_folder = layout in DIFFUSERS_LAYOUTS
-    is_other = source.network is not _NETWORKS[layout]
+    is_folder = layout in layouts()
+    family = layouts()[layout] if is_folder else FILE_LAYOUTS[layout].family
+    is_other = known_family(source.network) is not family
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
         raise HddmError(f"`to_layout` {layout}: cannot hold the {source.network.__name__} of {source.path}")
     chain = record.source
@@ -127,27 +120,26 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
 
 
 def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft: Path) -> list[str]:
-    kind = DIFFUSERS_LAYOUTS[layout]
-    pipeline, component = _PIPELINES[layout]
-    if source.arguments.get("addition_embed_type") == "text_time":
-        pipeline = "StableDiffusionXLPipeline"
+    family = layouts()[layout]
+    pipeline = family.pipeline(source.arguments)
+    component = pipeline.network
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]
-    write_network(draft / component, Built(kind, dict(source.arguments), tensors))
+    write_network(draft / component, Built(family.network, dict(source.arguments), tensors))
     index: dict[str, object] = {
-        "_class_name": pipeline,
+        "_class_name": pipeline.name,
         "_diffusers_version": diffusers.__version__,
-        component: ["diffusers", kind.__name__],
+        component: ["diffusers", family.name],
     }
     for name, folder in components_of(source.path).items():
-        inner = family_in(folder)
+        inner = several_in(folder)
         if inner is None:
             index[name] = put_component(draft, name, folder)
             continue
         for part in encoder_classes(inner):
             put_component(draft, part, folder / part)
         index |= index_content(inner, zeros_in(folder))
-    scheduler, notes = _scheduler(record, own_time_factor(kind.__name__)), []
+    scheduler, notes = _scheduler(record, family.time_factor), []
     if scheduler is None:
         notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")
     else:

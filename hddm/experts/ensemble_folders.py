@@ -28,7 +28,7 @@ from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.networks.prompts import encoder_classes, family_in, index_content, refuse_other_parts, zeros_in
+from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
 from hddm.networks.vae import MODEL_INDEX, read_config, read_weights
@@ -277,7 +277,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     if has_manifest(folder):
         _refuse_damaged_component(name, folder)
     target, kind = draft / name, unnumbered(name)
-    if kind == "text_encoder" and (pipeline := family_in(folder)) is not None:
+    if kind == "text_encoder" and (pipeline := several_in(folder)) is not None:
         refuse_other_parts(folder, pipeline)
         for part in encoder_classes(pipeline):
             put_component(target, part, folder / part, variant)
@@ -361,7 +361,7 @@ def whole_components(expert: Path) -> dict[str, Path]:
 
 def _refuse_damaged_component(name: str, folder: Path) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
-    own = "config.json" if family_in(folder) is None else MODEL_INDEX
+    own = "config.json" if several_in(folder) is None else MODEL_INDEX
     record = "tokenizer_config.json" if name.startswith("tokenizer") else own
     refuse_damaged(folder, damage(folder, record))
 

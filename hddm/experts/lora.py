@@ -23,10 +23,10 @@ from torch import Tensor
 
 from hddm.networks.folders import (
     WEIGHTS,
-    Classes,
     WeightsReader,
     cast,
     fitting,
+    of_experts,
     parse_config,
     refuse_other_tensors,
     sha256_once,
@@ -138,11 +138,11 @@ def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def open_adapted(
-    folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
+    folder: Path, facts: AdapterRecord, base: Path
 ) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
     """An adapter folder's empty network, its weights in the base's dtypes, and its config."""
     path = folder / "config.json"
-    kind, arguments = parse_config(read_json(path), classes, str(path))
+    kind, arguments = parse_config(read_json(path), of_experts(), str(path))
     weights = Merged(folder, facts, base)()
     return fitting(kind, arguments, weights, base / WEIGHTS, str(path)), weights, arguments
 

@@ -4,7 +4,7 @@
     router/                 pytorch_model.safetensors
     scheduler/  vae/  text_encoder/  tokenizer/
 
-Its networks are `ExpertTransformer` and `RouterTransformer`, tensor for tensor. Config files are not read:
+Its networks are hddm's own transformers, tensor for tensor. Config files are not read:
 sizes come from the tensors, and the head width, which no tensor states, is 72 in experts and 64 in the
 router. All take 1000 t as time; experts predict the velocity of the common path. Only headers are read here,
 and links may not leave the release's folder.
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, RouterRecord, SourceRecord
+from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import Unread, unread
 from hddm.networks.text_encoder import text_encoder_facts
-from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_facts
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, shown
@@ -77,7 +78,7 @@ def paris_experts(folder: Path) -> list[Expert]:
     paths = [_weights_of(folder, f"expert_{k}") for k in numbers]
     every = [expert_arguments(read_header(path)[0], path) for path in paths]
     networks = [
-        unread(ExpertTransformer, own, path, str(path.with_name(_MISFIT)))
+        unread(EXPERT.network, own, path, str(path.with_name(_MISFIT)))
         for own, path in zip(every, paths, strict=True)
     ]
     record = _expert_record(folder, every[0])
@@ -99,7 +100,7 @@ def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[Router
 
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
-    """Arguments of `ExpertTransformer`; `HddmError` where the tensors' sizes make no network."""
+    """Arguments of an expert's transformer; `HddmError` where the tensors' sizes make no network."""
     text = shape_of(tensors, "text_proj.weight", 2, str(path))[1]
     return _sizes(tensors, EXPERT_HEAD, "scale_shift_table", path) | {"text_dim": text}
 

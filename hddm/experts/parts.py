@@ -29,10 +29,10 @@ from hddm.experts.compatibility import (
     with_decisions,
 )
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
+from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
-from hddm.networks.prompts import family_in, texts_facts
+from hddm.networks.prompts import several_in, texts_facts
 from hddm.networks.vae import read_config, vae_facts
-from hddm.networks.wrappers import text_width
 from hddm.routers import Topic
 from hddm.utils.errors import UsageError
 from hddm.utils.files import inside
@@ -314,7 +314,7 @@ def _arrange_texts(
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
 ) -> tuple[dict[str, Path], list[Entry]]:
-    is_whole = "text_encoder" in given and family_in(given["text_encoder"]) is not None
+    is_whole = "text_encoder" in given and several_in(given["text_encoder"]) is not None
     if not is_whole and ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
     named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
@@ -332,7 +332,8 @@ def _arrange_texts(
         if part is not None or trusted is not None or len(silent) < len(takers):
             found.note(f"{one.name} does not record its text encoder; taken on trust")
         if part is not None:
-            width = text_width(read_config(one.folder))
+            config = read_config(one.folder)
+            width = families()[config["_class_name"]].text_width(config)
             if width not in (None, part.record.width):
                 width_of = f"tokens {part.record.width} wide"
                 found.differ(str(part.folder), f"{width_of}, and {one.name} takes {width}")
@@ -361,6 +362,6 @@ def _arrange_texts(
 
 def _text_encoder(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
     folder, tokenizer = (parts.get(numbered(name, number)) for name in ("text_encoder", "tokenizer"))
-    if folder is None or (tokenizer is None and family_in(folder) is None):
+    if folder is None or (tokenizer is None and several_in(folder) is None):
         return None
     return _TextEncoder(folder, tokenizer, texts_facts(folder, tokenizer))

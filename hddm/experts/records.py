@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, Merged, base_of
-from hddm.networks.folders import WEIGHTS, Unread, cast, unread_network
+from hddm.networks.families import family_of, known_family
+from hddm.networks.families.expert import EXPERT
+from hddm.networks.folders import WEIGHTS, Unread, cast, of_experts, unread_network
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.offload import Shelf, StoredNetwork
-from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
+from hddm.networks.transformers import RouterTransformer
+from hddm.networks.wrappers import NetworkWrapper
 from hddm.routers import TOPIC, Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, UsageError
@@ -358,7 +360,7 @@ def stored(
 
 def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
     """``network`` in a `NetworkWrapper`; unchanged where its call already fits."""
-    is_common = isinstance(network, ExpertTransformer) and not record.variance_head
+    is_common = family_of(network) is EXPERT and not record.variance_head
     return network if is_common else NetworkWrapper(network)
 
 
@@ -411,10 +413,11 @@ def open_expert(
     """
     record = read_facts(folder)
     base = None if record.adapter is None else base_of(folder, record.adapter, bases)
-    unread = unread_network(folder, EXPERT_NETWORKS, base and base / WEIGHTS)
+    unread = unread_network(folder, of_experts(), base and base / WEIGHTS)
     if record.adapter is not None and base is not None:
         unread = Unread(unread.network, Merged(folder, record.adapter, base))
-    interface = interface_of(type(unread.network).__name__, unread.network.config, record.sample_shape[1:])
+    family = known_family(unread.network)
+    interface = family.interface(unread.network.config, record.sample_shape[1:])
     stated = {key: getattr(record, key) for key in ("sample_shape", "variance_head", "conditions")}
     found = {key: getattr(interface, key) for key in stated}
     if (classes := interface.num_classes) is not None:
@@ -433,7 +436,7 @@ def open_expert(
     refuse_damaged(folder, changed, remedy(folder))
     weak = None
     if (folder / WEAK_FILE).exists():
-        weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK_FILE)
+        weak = unread_network(folder, of_experts(), folder / WEAK_FILE)
     topic = Topic.load(folder)
     return Expert(unread.network, record, calibration, nulls, weak, unread.read, folder, base, topic)
 
@@ -456,7 +459,7 @@ def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -
 def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """Read a router folder except for its weights; raises as `open_expert`."""
     record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
-    unread = unread_network(folder, [RouterTransformer])
+    unread = unread_network(folder, {RouterTransformer.__name__: lambda: RouterTransformer})
     return unread, record
 
 

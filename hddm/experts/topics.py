@@ -11,7 +11,7 @@ from torch import Tensor
 from hddm.data.shard_records import captions_of, read_images_manifest
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
 from hddm.experts.records import read_facts
-from hddm.networks.prompts import family_in, read_texts, texts_facts
+from hddm.networks.prompts import read_texts, several_in, texts_facts
 from hddm.networks.text_encoder import embed, read_tokenizer
 from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
@@ -114,7 +114,7 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
 
 def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) -> tuple[Path, Path | None]:
     """Folders of the text encoder and its tokenizer; a folder of prompts has the latter inside."""
-    if text_encoder is not None and tokenizer is None and family_in(text_encoder) is not None:
+    if text_encoder is not None and tokenizer is None and several_in(text_encoder) is not None:
         return text_encoder, None
     if (text_encoder is None) != (tokenizer is None):
         raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
@@ -123,6 +123,6 @@ def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) ->
     for place in (folder, ensemble_around(folder.resolve())):
         kept = {} if place is None else kept_components(place)
         encoder, words = kept.get("text_encoder"), kept.get("tokenizer")
-        if encoder is not None and (words is not None or family_in(encoder) is not None):
+        if encoder is not None and (words is not None or several_in(encoder) is not None):
             return encoder, words
     raise HddmError(f"{folder}: keeps no text encoder; pass `text_encoder` and `tokenizer`")

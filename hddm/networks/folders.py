@@ -4,8 +4,8 @@ Configs are untrusted: they choose code only from a given list of classes, and t
 checked against the file's tensors before anything takes memory.
 """
 
+import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,32 +17,35 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
+from hddm.networks.families import Family, families, family_of
+from hddm.networks.families.former import renamed
 from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
 from hddm.utils.files import file_kind, identity_of, inside, read_json, sha256_of
 from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
-Classes = Sequence[type[Network] | str]
-"""Classes that a config may name, or names of diffusers' own, which take seconds to import."""
+Classes = Mapping[str, Callable[[], type[Network]]]
+"""Classes that a config may name, by their names; diffusers' own take seconds to import."""
 
 
 # Written by diffusers beside the constructor's arguments. None of them is read.
 _RECORDS = {"_class_name", "_diffusers_version", "_name_or_path"}
-_OLD_TRANSFORMER = "Transformer2DModel"
-_OLD_NORMS = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-# Further keys of diffusers' former all-in-one class, with the only values that change nothing.
-_OLD_INERT = {
-    "num_vector_embeds": (None,),
-    "use_linear_projection": (False,),
-    "only_cross_attention": (False,),
-    "double_self_attention": (False,),
-    "attention_type": ("default",),
-    "cross_attention_dim": (None,),
-    "caption_channels": (None,),
-    "interpolation_scale": (None, 1, 1.0),
-    "use_additional_conditions": (None, False),
-}
+
+
+def of_diffusers(*names: str) -> Classes[ModelMixin]:
+    """Classes of diffusers by name."""
+    return {name: functools.partial(getattr, diffusers, name) for name in names}
+
+
+def of_families(chosen: Iterable[Family]) -> Classes[ModelMixin]:
+    """Classes of families."""
+    return {family.name: functools.partial(getattr, family, "network") for family in chosen}
+
+
+def of_experts() -> Classes[ModelMixin]:
+    """Classes of the networks that an expert may have."""
+    return of_families(families().values())
 
 
 def parse_config(
@@ -50,30 +53,18 @@ def parse_config(
 ) -> tuple[type[Network], dict[str, Any]]:
     """The class that ``config`` names and its arguments.
 
-    ``Transformer2DModel``, which DiT and PixArt folders of older diffusers name, becomes the class of its
-    ``norm_type``; keys that the new class lacks must hold a value without effect. Raises `HddmError` for a
-    class outside ``classes`` and for keys that the class does not know, such as ``auto_map``.
+    A former name of a class becomes its present one (`hddm.networks.families.former`). Raises `HddmError` for
+    a class outside ``classes`` and for keys that the class does not know, such as ``auto_map``.
     """
-    name, arguments = config.get("_class_name"), dict(config)
-    if name == _OLD_TRANSFORMER:
-        name = _OLD_NORMS.get(str(config.get("norm_type")), name)
-    known = {one if isinstance(one, str) else one.__name__: one for one in classes}
-    if not isinstance(name, str) or name not in known:
-        raise HddmError(f"{origin}: holds a {one_line(name, 60)}, not a {' or a '.join(known)}")
-    found = known[name]
-    kind: type[Network] = getattr(diffusers, found) if isinstance(found, str) else found
+    present = renamed(config, origin)
+    name = present.get("_class_name")
+    if not isinstance(name, str) or name not in classes:
+        raise HddmError(f"{origin}: holds a {one_line(name, 60)}, not a {' or a '.join(classes)}")
+    kind = classes[name]()
     parameters = inspect.signature(kind.__init__).parameters
-    for key in config:
-        if key in _RECORDS:
-            del arguments[key]
-        elif key == "quantization_config":
-            method = config[key].get("quant_method") if isinstance(config[key], Mapping) else config[key]
-            raise HddmError(f"{origin}: is of weights quantised by {one_line(method, 40)}, {_UNQUANTISED}")
-        elif config["_class_name"] == _OLD_TRANSFORMER and key not in parameters and key in _OLD_INERT:
-            if config[key] not in _OLD_INERT[key]:
-                raise HddmError(f"{origin}: {key} is {config[key]!r}, which {name} does not support")
-            del arguments[key]
-        elif key not in parameters or key == "self":
+    arguments = {key: value for key, value in present.items() if key not in _RECORDS}
+    for key in arguments:
+        if key not in parameters or key == "self":
             raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
     return kind, arguments
 
@@ -87,7 +78,9 @@ def empty_network(
     for blocks with constants that no file holds.
     """
     # Modules cost time and memory even on the meta device; a small file must not create a billion of them.
-    layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
+    layers = 1
+    for keys in _depths(kind):
+        layers *= max(_largest(arguments.get(key)) for key in keys)
     if layers > (most := min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS)):
         text = f"and its {num_tensors} tensors are enough for {most}"
         remedy = "fetch it again, or correct its config if it has one"
@@ -100,8 +93,10 @@ def empty_network(
             network: Network = kind(**arguments)
     except Exception as error:  # a constructor may raise anything for foreign values
         raise HddmError(f"{origin}: no network can be built from it ({one_line(error, 300)})") from error
+    family = family_of(kind)
+    computed = family.computed if family else ()
     for name, _ in network.named_buffers():
-        if name not in (_POSITIONS, *network.state_dict()):
+        if name not in (*computed, *network.state_dict()):
             owner = name.rpartition(".")[0]
             block = type(network.get_submodule(owner)).__name__
             text = "whose constants are in no file; such blocks are not supported"
@@ -109,20 +104,25 @@ def empty_network(
     return network
 
 
-# What constructors multiply to a number of modules, the largest of each group. Every other number makes a
-# tensor larger or nothing at all.
+# Of networks that are no expert's: VAEs, text encoders and routers.
 _DEPTHS = (
-    ("depth", "num_layers", "num_single_layers"),
+    ("depth", "num_layers"),
     ("layers_per_block",),
-    ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
     ("down_block_types", "up_block_types"),
     ("num_encoder_blocks", "num_decoder_blocks"),
 )
 # Bounds, not counts: 60 layers and 28 tensors each in Stable Diffusion XL, where a list has its largest.
 _MOST_LAYERS = 256
 _TENSORS_PER_LAYER = 5
-_POSITIONS = "pos_embed.pos_embed"
-"""The one buffer that is computed, where no file holds it: positions of DiT and PixArt."""
+
+
+def _depths(kind: type) -> Sequence[Sequence[str]]:
+    """Keys that a constructor multiplies to a number of modules, the largest of each group.
+
+    Every other number makes a tensor larger or nothing at all.
+    """
+    family = family_of(kind)
+    return _DEPTHS if family is None else family.depths
 
 
 def _largest(value: Any, levels: int = 3) -> int:
@@ -164,18 +164,31 @@ def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str
     Raises `HddmError` for positions that are much larger than the weights.
     """
     network.load_state_dict(dict(weights), assign=True)
-    positions = dict(network.named_buffers()).get(_POSITIONS)
-    # SD3's are in its file.
-    if positions is not None and positions.is_meta and _POSITIONS not in weights:
-        size = sum(tensor.numel() for tensor in weights.values())
-        if positions.numel() > 16 * size + 2**20:
-            raise HddmError(f"{origin}: asks for {positions.numel()} positions beside {size} weights")
-        # Positions depend on no block, and without blocks a network is small.
-        shallow = type(network)(**{**arguments, "num_layers": 0})
-        owner, _, leaf = _POSITIONS.rpartition(".")
-        network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(_POSITIONS), persistent=False)
+    family, buffers = family_of(network), dict(network.named_buffers())
+    for name in family.computed if family else ():
+        # Some networks of a class have them in their files.
+        if name in buffers and buffers[name].is_meta and name not in weights:
+            _compute(network, name, buffers[name], weights, arguments, origin)
     network.eval()
     network.requires_grad_(False)
+
+
+def _compute(
+    network: Network,
+    name: str,
+    buffer: Tensor,
+    weights: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    origin: str,
+) -> None:
+    """Compute a buffer that no file holds, by a network without layers, which is small."""
+    size = sum(tensor.numel() for tensor in weights.values())
+    if buffer.numel() > 16 * size + 2**20:
+        raise HddmError(f"{origin}: asks for {buffer.numel()} positions beside {size} weights")
+    none = dict.fromkeys(_depths(type(network))[0], 0)
+    shallow = type(network)(**{**arguments, **none})
+    owner, _, leaf = name.rpartition(".")
+    network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(name), persistent=False)
 
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -198,15 +211,13 @@ class Unread(Generic[Network]):
         return self.network
 
 
-def open_network(
-    folder: Path, classes: Classes[Network]
-) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
-    """The empty network in ``folder``, its mapped tensors and its arguments.
+def open_network(folder: Path) -> tuple[ModelMixin, dict[str, Tensor], dict[str, object]]:
+    """The empty network of an expert in ``folder``, its mapped tensors and its arguments.
 
     Raises `HddmError` as `unread_network`, but not for NaN and Inf.
     """
     path = folder / "config.json"
-    kind, arguments = parse_config(read_json(path), classes, str(path))
+    kind, arguments = parse_config(read_json(path), of_experts(), str(path))
     weights = read_safetensors(folder / WEIGHTS)
     return fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
 

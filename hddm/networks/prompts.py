@@ -18,16 +18,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import diffusers
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.families import pipelines
+from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
     CLIP,
-    CLIP_PROJECTED,
     ENCODER_CLASSES,
     STEM,
     T5,
@@ -50,55 +51,27 @@ ZEROS = "force_zeros_for_empty_prompt"
 """Key of `MODEL_INDEX`: True where the negative prompt "" becomes zeros."""
 
 
-class Family(NamedTuple):
-    """How a pipeline class encodes prompts, and which conditions of its network come from them."""
-
-    encoders: tuple[str, ...]
-    """Classes of the text encoders, in order."""
-    pooled: str
-    """Condition that holds one vector per prompt, beside the tokens in ``encoder_hidden_states``."""
-    t5_tokens: int = 0
-    """Tokens that T5 pads prompts to; 0 without T5."""
-    joins: bool = False
-    """True if the tokens of CLIP come before those of T5; otherwise T5's are the only ones."""
-    network: str = "transformer"
-    """The pipeline's keyword for its network."""
-    has_zeros_key: bool = False
-    """True if the pipeline can replace the empty negative prompt by zeros, as `ZEROS` in its index says."""
-    encodes_negatives: bool = True
-    """True if ``encode_prompt`` returns tokens and vectors of prompts and negative prompts in turn."""
-
-
-FAMILIES: Mapping[str, Family] = {
-    "StableDiffusionXLPipeline": Family(
-        (CLIP, CLIP_PROJECTED), "text_embeds", network="unet", has_zeros_key=True
-    ),
-    "StableDiffusion3Pipeline": Family(
-        (CLIP_PROJECTED, CLIP_PROJECTED, T5), "pooled_projections", 256, joins=True
-    ),
-    "FluxPipeline": Family((CLIP, T5), "pooled_projections", 512, encodes_negatives=False),
-}
-"""By the class of a pipeline with several text encoders."""
-ONE_ENCODER = ("StableDiffusionPipeline", "PixArtAlphaPipeline", "PixArtSigmaPipeline")
-"""Classes of pipelines whose prompts one text encoder encodes."""
-GUIDANCE = 3.5
-"""Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
+def prompts_of(pipeline: str) -> Prompts:
+    """How a pipeline of several text encoders encodes prompts."""
+    prompts = pipelines()[pipeline].prompts
+    assert prompts is not None
+    return prompts
 
 
 def encoder_classes(pipeline: str) -> dict[str, str]:
     """Class of each part of a pipeline's folder of prompts, by its name there."""
     found = {}
-    for number, kind in enumerate(FAMILIES[pipeline].encoders):
+    for number, kind in enumerate(prompts_of(pipeline).encoders):
         end = f"_{number + 1}" if number else ""
         found[f"text_encoder{end}"] = kind
         found[f"tokenizer{end}"] = "T5Tokenizer" if kind == T5 else "CLIPTokenizer"
     return found
 
 
-def family_in(folder: Path) -> str | None:
-    """The `class_in` a folder if it is in `FAMILIES`, else None."""
-    name = class_in(folder)
-    return name if name in FAMILIES else None
+def several_in(folder: Path) -> str | None:
+    """The `class_in` a folder if that is a pipeline with several text encoders, else None."""
+    known = pipelines().get(class_in(folder) or "")
+    return None if known is None or known.prompts is None else known.name
 
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
@@ -115,19 +88,19 @@ def refuse_other_parts(folder: Path, pipeline: str) -> None:
 
 
 class PromptEncoders(nn.Module):
-    """The text encoders and tokenizers of a pipeline of a class in `FAMILIES`.
+    """The text encoders and tokenizers of a ``pipeline`` with several.
 
     ``parts`` are named as in `encoder_classes`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
     """
 
     def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool) -> None:
         super().__init__()
-        self.family, self.pipeline, self.empty_is_zero = FAMILIES[pipeline], pipeline, empty_is_zero
+        self.prompts, self.pipeline, self.empty_is_zero = prompts_of(pipeline), pipeline, empty_is_zero
         self.encoders = nn.ModuleDict({k: one for k, one in parts.items() if isinstance(one, nn.Module)})
         self.tokenizers = {name: one for name, one in parts.items() if name not in self.encoders}
-        absent = dict.fromkeys(("vae", "scheduler", self.family.network))
-        own = {"add_watermarker": False} if self.family.network == "unet" else {}
-        self._pipe = getattr(diffusers, pipeline)(**parts, **absent, **own)
+        known = pipelines()[pipeline]
+        absent = dict.fromkeys(("vae", "scheduler", known.network))
+        self._pipe = getattr(diffusers, pipeline)(**parts, **absent, **known.options)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,7 +120,7 @@ class PromptEncoders(nn.Module):
         Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for tokens that
         are not finite.
         """
-        family, texts = self.family, list(prompts)
+        family, texts = self.prompts, list(prompts)
         for text in texts:
             refuse_half_characters(text, one_line(repr(text), 60))
         # Several CLIPs cut alike.
@@ -177,15 +150,15 @@ class PromptEncoders(nn.Module):
 
 def index_content(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
     """What ``model_index.json`` says of a pipeline's prompts."""
-    own = {ZEROS: empty_is_zero} if FAMILIES[pipeline].has_zeros_key else {}
+    own = {ZEROS: empty_is_zero} if prompts_of(pipeline).has_zeros_key else {}
     classes = {name: ["transformers", kind] for name, kind in encoder_classes(pipeline).items()}
     return {"_class_name": pipeline, **own, **classes}
 
 
 def zeros_in(folder: Path) -> bool:
     """True where the negative prompt "" becomes zeros; the default of a family whose index has `ZEROS`."""
-    pipeline = family_in(folder)
-    has_key = pipeline is not None and FAMILIES[pipeline].has_zeros_key
+    pipeline = several_in(folder)
+    has_key = pipeline is not None and prompts_of(pipeline).has_zeros_key
     return has_key and bool(read_config(folder, MODEL_INDEX).get(ZEROS, True))
 
 
@@ -194,7 +167,7 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     Raises `HddmError` as `hddm.networks.text_encoder` does, and for parts that do not belong together.
     """
-    if (pipeline := family_in(folder)) is None:
+    if (pipeline := several_in(folder)) is None:
         return read_text_encoder(folder, dtype)
     refuse_other_parts(folder, pipeline)
     parts = {
@@ -211,11 +184,11 @@ def texts_facts(folder: Path, tokenizer: Path | None = None, variant: str | None
 
     The kind of a folder of prompts is the class of the pipeline.
     """
-    if (pipeline := family_in(folder)) is None:
+    if (pipeline := several_in(folder)) is None:
         assert tokenizer is not None
         return text_encoder_facts(folder, read_tokenizer(tokenizer).model_max_length, variant)
     refuse_other_parts(folder, pipeline)
-    family, records = FAMILIES[pipeline], []
+    family, records = prompts_of(pipeline), []
     for name, kind in encoder_classes(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
@@ -244,12 +217,13 @@ class PipelineText:
         """Reason why they cannot be read; empty where they can. `HddmError` for one outside the folder."""
         if self.folder is None:
             return "no pipeline with a text encoder lies around it"
-        encoder, name, pipeline = self.folder / "text_encoder", class_in(self.folder), family_in(self.folder)
+        encoder, name, pipeline = self.folder / "text_encoder", class_in(self.folder), several_in(self.folder)
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
-        if pipeline is None and name not in (None, *ONE_ENCODER):
-            known = ", ".join((*ONE_ENCODER, *FAMILIES))
+        encoded = [one.name for one in pipelines().values() if one.has_text]
+        if pipeline is None and name not in (None, *encoded):
+            known = ", ".join(encoded)
             return f"{one_line(name, 60)} is no class whose prompts hddm can encode (those are {known})"
         if pipeline is None and text_encoder_class(config) is None:
             return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
@@ -276,7 +250,7 @@ class PipelineText:
         """Folders that an expert keeps to read prompts with, by name; see `hddm.networks.prompts`."""
         if self.folder is None or self.missing:
             return {}
-        if family_in(self.folder) is not None:
+        if several_in(self.folder) is not None:
             return {"text_encoder": self.folder}
         return {name: self.folder / name for name in ("text_encoder", "tokenizer")}
 
@@ -288,7 +262,7 @@ class PipelineText:
         """
         if self.folder is None or self.missing:
             return None
-        if family_in(self.folder) is not None:
+        if several_in(self.folder) is not None:
             facts = self.record if zeros_in(self.folder) else None
             return None if facts is None else torch.zeros(facts.tokens, facts.width)
         folder = self.folder / "text_encoder"
@@ -296,16 +270,3 @@ class PipelineText:
             return None
         encoder = read_text_encoder(folder, variant=self.variant)
         return embed(encoder, read_tokenizer(self.folder / "tokenizer"), [""]).tokens[0]
-
-
-def default_conditions(names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Conditions, without batch, that no prompt provides: of the size of an image, or a pipeline's default.
-
-    ``time_ids`` (6,) of SDXL are the size, no crop, and the size again; ``guidance`` of Flux is `GUIDANCE`.
-    """
-    height, width = (8.0 * side for side in sample_shape[1:])
-    known = {
-        "time_ids": torch.tensor([height, width, 0.0, 0.0, height, width]),
-        "guidance": torch.tensor(GUIDANCE),
-    }
-    return {name: value for name, value in known.items() if name in names}

@@ -13,6 +13,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
+from hddm.networks.families import pipelines
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import class_in, read_config, read_weights
@@ -28,8 +29,6 @@ TOKENIZERS = ("CLIPTokenizer", "T5Tokenizer")
 """Classes that read a tokenizer; its config may name them with "Fast" at the end."""
 T5_TOKENS = 300
 """Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
-PIXART_TOKENS: Mapping[str, int] = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": T5_TOKENS}
-"""Tokens of a prompt by class of PixArt's pipelines, which encode it in lower case and stripped."""
 PIPELINE = "pipeline"
 """Key that an expert keeps in the config of PixArt's text encoder: the class of its pipeline."""
 # The loader hands every key of both files to the class, and some name files or positional arguments.
@@ -267,7 +266,8 @@ def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int,
 
 
 def _positions(config: Any) -> int:
-    of_t5 = PIXART_TOKENS.get(getattr(config, PIPELINE, ""), T5_TOKENS)
+    pipeline = pipelines().get(str(getattr(config, PIPELINE, "")))
+    of_t5 = T5_TOKENS if pipeline is None or pipeline.t5_tokens is None else pipeline.t5_tokens
     return getattr(config, "max_position_embeddings", None) or of_t5
 
 
@@ -286,7 +286,8 @@ def text_encoder_config(folder: Path) -> dict[str, Any]:
     """Config of a text encoder; one of PixArt has the key `PIPELINE`, or is in its pipeline and gets it."""
     config = read_config(folder)
     pipeline = config.pop(PIPELINE, class_in(folder.parent))
-    return config | ({PIPELINE: pipeline} if pipeline in list(PIXART_TOKENS) else {})
+    known = pipelines().get(str(pipeline))
+    return config if known is None or known.t5_tokens is None else config | {PIPELINE: pipeline}
 
 
 def text_encoder_class(config: Mapping[str, Any]) -> str | None:

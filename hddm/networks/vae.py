@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from hddm.networks.folders import (
-    Classes,
     empty_network,
     fill,
+    of_diffusers,
     parse_config,
     read_index,
     refuse_other_tensors,
@@ -95,7 +94,7 @@ def _is_there(path: Path) -> bool:
 
 
 STEM = "diffusion_pytorch_model"
-VAE_CLASSES: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")
+VAE_CLASSES = of_diffusers("AutoencoderKL", "AutoencoderTiny")
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
 DEFAULT_SCALES = {"AutoencoderKL": 0.18215, "VQModel": 0.18215, "AutoencoderTiny": 1.0}

@@ -26,16 +26,8 @@ from torch import Tensor, nn
 from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.networks.wrappers import (
-    EXPERT_NETWORKS,
-    FLUX,
-    TEXT_CONDITIONS,
-    has_variance_head,
-    own_time_factor,
-    pack,
-    text_width,
-    unpack,
-)
+from hddm.networks.families import family_of
+from hddm.networks.wrappers import TEXT_CONDITIONS, family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.routers import Choice
 from hddm.running import pick_experts, posterior_of
@@ -47,12 +39,6 @@ from hddm.velocity import ROUNDING, PredictionType, VelocityField
 
 TEXT_TOKENS = TEXT_CONDITIONS[0]
 _NETWORKS = ("unet", "transformer")
-_RESIDUALS = {
-    "UNet2DConditionModel": ("down_block_additional_residuals", "mid_block_additional_residual"),
-    "SD3Transformer2DModel": ("block_controlnet_hidden_states",),
-    FLUX: ("controlnet_block_samples", "controlnet_single_block_samples"),
-}
-"""What a ControlNet adds inside a network, by the network's class."""
 
 
 def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline) -> "DropIn":
@@ -80,7 +66,7 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
         model: an expert, or an ensemble with any strategy, or the folder of one, which is loaded with the
             dtype and onto the device of the pipeline's network. Its samples are what that network denoises:
             pixels or latents of the same number of channels.
-        pipe: a diffusers pipeline with a network of `hddm.networks.wrappers.EXPERT_NETWORKS`. Its scheduler
+        pipe: a diffusers pipeline with a network of a family (`hddm.networks.families`). Its scheduler
             is read at each call, so make one for each pipeline, also where pipelines share their parts.
 
     Raises:
@@ -123,14 +109,16 @@ class DropIn(nn.Module):
         # torch.compile, or another stand-in, holds the network itself.
         inner = getattr(network, "_orig_mod", network)
         replaced = getattr(inner, "_replaced", inner)
-        if (kind := type(replaced).__name__) not in EXPERT_NETWORKS:
+        if (family := family_of(replaced)) is None:
+            kind = type(replaced).__name__
             raise HddmError(f"{type(pipe).__name__}'s {name} is of class {kind}, which is no expert's")
+        self._family = family
         if isinstance(model, str | Path):
             model = load(model, network.dtype, network.device)
         ensemble = model if isinstance(model, Ensemble) else Ensemble([model], strategy="full")
         if not ensemble.are_alike():
             raise HddmError(f"a pipeline has one latent space, and {ensemble.describe_kinds()}")
-        channels = replaced.config.in_channels // (4 if kind == FLUX else 1)
+        channels = family.channels(replaced.config)
         if ensemble.sample_shape is not None and ensemble.sample_shape[0] != channels:
             raise HddmError(
                 f"the experts' samples have {ensemble.sample_shape[0]} channels, and {type(pipe).__name__}'s "
@@ -138,8 +126,8 @@ class DropIn(nn.Module):
             )
         if any(ensemble.texts):
             raise HddmError("a pipeline has one text encoder, and these experts were trained with several")
-        wanted = text_width(replaced.config)
-        widths = [text_width(getattr(one.network, "config", {})) for one in ensemble.experts]
+        wanted = family.text_width(replaced.config)
+        widths = [text_width(one.network) for one in ensemble.experts]
         if other := next((one for one in widths if one not in (None, wanted)), None):
             raise HddmError(
                 f"an expert takes text of width {other}, and {type(pipe).__name__} gives its {name} width "
@@ -214,9 +202,7 @@ class DropIn(nn.Module):
                 output = wide(alpha) * eps - wide(sigma) * x_0
             case PredictionType.FLOW_PREDICTION:
                 output = v
-        if has_variance_head(self._kind, self.config):
-            output = torch.cat([output, torch.zeros_like(output)], dim=1)
-        output = (pack(output) if self._kind == FLUX else output).to(call.state.dtype)
+        output = self._family.as_output(output, self.config).to(call.state.dtype)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     def _read(self, *args: Any, **kwargs: Any) -> _Call:
@@ -227,13 +213,8 @@ class DropIn(nn.Module):
         given |= given.pop("added_cond_kwargs", None) or {}
         timestep = torch.as_tensor(given.pop("timestep"))
         given = {name: one for name, one in given.items() if not (one is None or one is False or one == {})}
-        if "txt_ids" in given:
-            del given["txt_ids"]
-            height, width = (given.pop("img_ids")[..., 1:].flatten(0, -2).amax(0) + 1).long().tolist()
-            if height * width != state.shape[1]:
-                raise HddmError(f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2")
-            state = unpack(state, 2 * height)
-        residuals = {one: given.pop(one) for one in _RESIDUALS.get(self._kind, ()) if one in given}
+        state, given = self._family.read_call(state, given)
+        residuals = {one: given.pop(one) for one in self._family.residuals if one in given}
         odd = [one for one, value in given.items() if not isinstance(value, Tensor)]
         if odd:
             raise HddmError(f"{', '.join(odd)}: the experts have no such input; leave it out")
@@ -249,7 +230,7 @@ class DropIn(nn.Module):
             schedule = from_diffusers(scheduler)
             predicts = declared_prediction_type(scheduler) or PredictionType.EPSILON
             is_flow = isinstance(schedule, LinearSchedule)
-            per_unit = flow_steps(config, name) / own_time_factor(self._kind) if is_flow else 1.0
+            per_unit = flow_steps(config, name) / self._family.time_factor if is_flow else 1.0
             self._path = config, schedule, PredictionType.parse(predicts), per_unit
         return self._path[1:]
 
@@ -267,7 +248,7 @@ class DropIn(nn.Module):
     def _velocity(self, x: Tensor, times: Tensor, call: _Call) -> Tensor:
         model, conditions = self.model, call.conditions
         check_names(conditions, model.conditions)
-        if call.residuals and any(_kind_of(one.network) != self._kind for one in model.experts):
+        if call.residuals and any(family_behind(one.network) is not self._family for one in model.experts):
             raise HddmError(
                 f"a ControlNet adds to layers of {self._kind}, and an expert's network is of another class"
             )
@@ -361,9 +342,3 @@ def _rows(residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | N
         name: one[rows] if isinstance(one, Tensor) else tuple(level[rows] for level in one)
         for name, one in residuals.items()
     }
-
-
-def _kind_of(network: object) -> str:
-    """Class of an expert's network within its wrappers."""
-    inner = getattr(network, "network", network)
-    return type(getattr(inner, "model", inner)).__name__

@@ -15,13 +15,12 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from hddm.networks.prompts import FAMILIES
 from hddm.networks.text_encoder import end_of_text, mean_of_text
 from hddm.networks.wrappers import TEXT_CONDITIONS
 
 TURNS = 64
 """Generations of one step that are remembered, in case one of them goes on."""
-_TOKENS, _MASK = TEXT_CONDITIONS[:2]
+_TOKENS, _MASK, *_POOLED = TEXT_CONDITIONS
 _ENCODED = 8
 """Calls of a text encoder that are remembered: of prompts, negative prompts, and other generations."""
 
@@ -102,7 +101,7 @@ class EncodedPrompts:
         # Pipelines put the branch without the prompt first.
         own = {name: conditions[name][-images:] for name in TEXT_CONDITIONS if name in conditions}
         tokens = own[_TOKENS]
-        for name in (family.pooled for family in FAMILIES.values()):
+        for name in _POOLED:
             if name in own:
                 return own[name]
         if _MASK in own:

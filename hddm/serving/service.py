@@ -20,7 +20,7 @@ import torch
 from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
-from hddm.networks.prompts import family_in
+from hddm.networks.prompts import several_in
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
@@ -181,7 +181,7 @@ def names_of(folder: Path) -> list[str]:
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
-            needed |= {"text_encoder": text} | ({} if family_in(place) else {"tokenizer": text})
+            needed |= {"text_encoder": text} | ({} if several_in(place) else {"tokenizer": text})
         for part, number in needed.items():
             if numbered(part, number) not in opened.components:
                 add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"

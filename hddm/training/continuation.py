@@ -50,6 +50,7 @@ from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, tensor_names, write_adapter
 from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
+from hddm.networks.families import known_family
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
 from hddm.settings import Report, keywords, silent
@@ -311,24 +312,15 @@ def bounded_gain(
     return Calibration(moments, torch.tensor(list(shares)), weights.contiguous())
 
 
-_LAYERS = re.compile(
-    r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"
-    r"|(.+\.)?(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|ff(_context)?\.net\.(0\.proj|2))"
-    r"|single_transformer_blocks\.\d+\.proj_(mlp|out)"
-)
-"""Linear layers of attention and MLPs, in our networks and in diffusers' ones."""
-_PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
-
-
 def targets_of(network: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights that an adapter changes, of attention and MLPs."""
-    layers = {
-        f"{name}.weight"
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and _LAYERS.fullmatch(name)
-    }
+    family = known_family(network)
+    adapted = set()
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear) and re.fullmatch(family.lora_layers, name):
+            adapted.add(f"{name}.weight")
     names = [name for name, _ in network.named_parameters()]
-    return tuple(name for name in names if name in layers or _PARAMETERS.fullmatch(name))
+    return tuple(name for name in names if name in adapted or re.fullmatch(family.lora_parameters, name))
 
 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from hddm.conditions import LABELS
@@ -27,8 +28,9 @@ from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import domains_of
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, field_of, joint_licence, null_conditions
+from hddm.networks.families import family_of
+from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
-from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
@@ -266,15 +268,15 @@ def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
         raise UsageError(f"`teacher` shard: {text}; use `teacher` routed")
 
 
-def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
+def with_interval(network: Any, name: str) -> ModelMixin:
     """A network that takes intervals too, with the weights of ``network``; refuses another class."""
-    if not isinstance(network, ExpertTransformer):
+    if family_of(network) is not EXPERT:
         text = f"`sampling_steps` needs hddm's own transformer, and it is a {type(network).__name__}"
         raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(0, Use.STUDENT_WEIGHTS))
-        wider: ExpertTransformer = ExpertTransformer(**arguments | {"interval": True})
+        wider = EXPERT.network(**arguments | {"interval": True})
     wider.load_state_dict(wider.state_dict() | network.state_dict())
     return wider
 

@@ -23,7 +23,7 @@ from hddm.experts.records import (
     unread_as,
     weights_in,
 )
-from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.families.expert import EXPERT
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard
 from hddm.training.device import placed
@@ -168,12 +168,11 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
 
 def transformer_of(
     recipe: ExpertRecipe | DistillRecipe, record: ExpertRecord, text_dim: int | None = None
-) -> ExpertTransformer:
+) -> ModelMixin:
     """Make the network of a new expert, with weights that depend on the seed alone."""
     shape, classes = record.sample_shape, len(record.classes) or None
     arguments: Any = {"rotary": recipe.rotary, "num_classes": classes, "text_dim": text_dim}
-    network: ExpertTransformer = new_network(ExpertTransformer, recipe.size, shape, recipe.seed, **arguments)
-    return network
+    return new_network(EXPERT.network, recipe.size, shape, recipe.seed, **arguments)
 
 
 def data_of(shards: Sequence[Shard]) -> dict[str, Any]:

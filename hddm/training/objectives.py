@@ -262,7 +262,7 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
         parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
     if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
         remedy = "encode with the text encoder that the expert was trained with"
-        width = {"width": text_width(getattr(network, "config", {}))}
+        width = {"width": text_width(network)}
         known = width if record.text_encoder is None else vars(record.text_encoder)
         for key in ("fingerprint", "width", "tokens"):
             parts.append((f"text encoder's {key}", getattr(encoder, key), known.get(key), remedy))

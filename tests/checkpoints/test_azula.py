@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, FluxTransf
 from torch import Tensor
 
 import hddm
-from hddm.networks.wrappers import pack, unpack
+from hddm.networks.families.flux import pack, unpack
 from tests.checkpoint_files import SD_BETAS, pipeline, randomised, text_unet
 
 pytest.importorskip("azula")

@@ -24,8 +24,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import hddm as library
+from hddm.networks.families import families
+from hddm.networks.families.flux import pack, positions, unpack
 from hddm.networks.folders import empty_network
-from hddm.networks.wrappers import interface_of, pack, positions, unpack
 from hddm.sampling import time_grid
 from hddm.utils.errors import HddmError
 from hddm_cli.app import commands
@@ -255,7 +256,7 @@ def test_networks_of_full_size_are_within_bounds() -> None:
     ):
         network = empty_network(kind, arguments, num_tensors, "config.json")
         assert abs(len(network.state_dict()) - num_tensors) < 200
-        assert interface_of(kind.__name__, network.config, (128, 128)).num_patches == 4096
+        assert families()[kind.__name__].interface(network.config, (128, 128)).num_patches == 4096
 
 
 STEPS = 8

@@ -27,7 +27,7 @@ from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import open_expert
-from hddm.networks.wrappers import call
+from hddm.networks.families import known_family
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
@@ -97,7 +97,8 @@ def _outputs(*networks: ModelMixin) -> list[Tensor]:
     given = {name: one.double() for name, one in given.items()}
     x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5)).double()
     # In float64, so that rounding of the weights is all that is seen.
-    return [call(one.double(), x, torch.tensor([7.0, 640.0]), given) for one in networks]
+    times = torch.tensor([7.0, 640.0])
+    return [known_family(one).call(one.double(), x, times, given) for one in networks]
 
 
 def _check(kind: str, path: Path, base: Path, out: Path) -> None:

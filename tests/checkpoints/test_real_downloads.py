@@ -20,7 +20,7 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.checkpoints.layouts import IMAGENET_LICENCE
+from hddm.networks.families.dit import IMAGENET_LICENCE
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import (
     DDPM_BETAS,

@@ -16,8 +16,8 @@ from torch import Tensor
 import hddm
 from hddm.experts.lora import ADAPTER_WEIGHTS, adapter_of
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, open_expert
+from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
 from hddm.training.continuation import add_adapter, targets_of
 from hddm.utils.errors import HddmError
@@ -95,9 +95,9 @@ def test_the_merged_network_is_that_of_peft(expert: Expert, given: dict[str, Ten
     folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
     mine, network = open_expert(folder).read(), open_expert(base).read().network
     x, t = states(mine.facts.sample_shape)
-    found, plain = (call(one, x, 1000 * t, given) for one in (mine.network, network))
+    found, plain = (known_family(one).call(one, x, 1000 * t, given) for one in (mine.network, network))
     of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
-    expected = call(of_peft, x, 1000 * t, given)
+    expected = known_family(of_peft).call(of_peft, x, 1000 * t, given)
     size = expected.abs().max()
     assert (found - expected).abs().max() < 1e-6 * max(size, 1)
     assert (plain - expected).abs().max() > 0.01 * size

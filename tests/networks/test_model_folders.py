@@ -15,7 +15,7 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 
-from hddm.networks.folders import WEIGHTS, empty_network, unread_network
+from hddm.networks.folders import WEIGHTS, empty_network, of_experts, unread_network
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.settings import size_config
 from tests.artefacts import edit_json, refusal
@@ -36,7 +36,7 @@ def folder(network: ExpertTransformer, tmp_path: Path) -> Path:
 
 
 def _refusal(folder: Path) -> str:
-    message = refusal(lambda: unread_network(folder, [ExpertTransformer]).load(torch.float32))
+    message = refusal(lambda: unread_network(folder, of_experts()).load(torch.float32))
     assert "\n" not in message
     return message
 
@@ -47,7 +47,7 @@ def test_what_is_read_is_what_was_written_in_the_dtype_asked_for(
     network: ExpertTransformer, folder: Path, stored: torch.dtype, asked: torch.dtype
 ) -> None:
     network.to(stored).save_pretrained(folder)
-    again = unread_network(folder, [ExpertTransformer]).load(asked)
+    again = unread_network(folder, of_experts()).load(asked)
     assert dict(again.config) == {k: v for k, v in network.config.items() if not k.startswith("_")}
     for key, value in network.state_dict().items():
         assert torch.equal(again.state_dict()[key], value.to(asked))
@@ -121,7 +121,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(folder: Path) -> None:
 
 def test_weights_of_another_dtype_are_cast_into_one_block_of_memory(folder: Path) -> None:
     stored = load_file(folder / WEIGHTS)
-    read = unread_network(folder, [ExpertTransformer]).read(torch.bfloat16)
+    read = unread_network(folder, of_experts()).read(torch.bfloat16)
     assert all(torch.equal(read[key], value.bfloat16()) for key, value in stored.items())
     assert read.keys() == stored.keys()
     assert len({value.untyped_storage().data_ptr() for value in read.values()}) == 1

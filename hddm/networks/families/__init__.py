@@ -1,0 +1,68 @@
+"""The kinds of networks that an expert may have, one file each.
+
+Installed packages add families by entry points of the group ``hddm.families``, each the name of a `Family`
+object. Nothing in a folder can add one, so no file decides which code runs.
+"""
+
+import functools
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from torch import nn
+
+from hddm.networks.families.dit import DIT
+from hddm.networks.families.expert import EXPERT
+from hddm.networks.families.family import Family as Family
+from hddm.networks.families.family import Pipeline
+from hddm.networks.families.flux import FLUX
+from hddm.networks.families.pixart import PIXART
+from hddm.networks.families.sd3 import SD3
+from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
+from hddm.networks.families.unet import UNET
+from hddm.utils.errors import HddmError
+
+GROUP = "hddm.families"
+_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, UNET, STABLE_DIFFUSION)
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """All families by the class that a ``config.json`` names.
+
+    Raises `HddmError` for an entry point that is no family, or that names a class which has one.
+    """
+    found: dict[str, Family] = {one.name: one for one in _OWN}
+    for entry in entry_points(group=GROUP):
+        family = entry.load()
+        if not isinstance(family, Family):
+            raise HddmError(
+                f"entry point {entry.value} of {GROUP}: is no hddm.networks.families.family.Family"
+            )
+        if family.name in found:
+            raise HddmError(f"entry point {entry.value} of {GROUP}: {family.name} has a family already")
+        found[family.name] = family
+    return found
+
+
+def family_of(network: object) -> Family | None:
+    """The family of a network, compiled or not, or of a class; None for any other object."""
+    inner = getattr(network, "_orig_mod", network)
+    kind = inner if isinstance(inner, type) else type(inner)
+    return families().get(kind.__name__)
+
+
+def known_family(network: nn.Module | type[nn.Module]) -> Family:
+    """The family of a network, or of a class, that has one."""
+    family = family_of(network)
+    assert family is not None
+    return family
+
+
+def layouts() -> Mapping[str, Family]:
+    """Families by the layout of their folders, those that other tools write."""
+    return {one.layout: one for one in families().values() if one.layout}
+
+
+def pipelines() -> Mapping[str, Pipeline]:
+    """Pipelines around the networks of all families, by class."""
+    return {pipeline.name: pipeline for family in families().values() for pipeline in family.pipelines}

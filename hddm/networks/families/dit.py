@@ -1,0 +1,30 @@
+"""DiT (arXiv:2212.09748) as diffusers' DiTTransformer2DModel."""
+
+from hddm.networks.families.family import Config, Family, Pipeline, Taken, count
+
+IMAGENET_CLASSES = 1000
+IMAGENET_LICENCE = (
+    "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
+    "non-commercial; `licence` states another)"
+)
+
+
+class Dit(Family):
+    """A transformer with classes, of which the last stands for none."""
+
+    name = "DiTTransformer2DModel"
+    layout = "diffusers-dit"
+    former_norm = "ada_norm_zero"
+    blocks = ("BasicTransformerBlock",)
+    computed = ("pos_embed.pos_embed",)
+    pipelines = (Pipeline("DiTPipeline"),)
+
+    def conditions(self, config: Config) -> Taken:
+        classes = count(config, "num_embeds_ada_norm")
+        return Taken(("class_labels",), classes, classes)
+
+    def licence(self, arguments: Config) -> str | None:
+        return IMAGENET_LICENCE if arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES else None
+
+
+DIT = Dit()

@@ -1,0 +1,270 @@
+"""What every kind of network answers: its config, its call, its conditions, its layers and its pipelines.
+
+A family is one object per class of networks. Everything that differs between kinds of networks is a field or
+a method here; code outside of this folder names no class of networks.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from diffusers import ModelMixin
+from torch import Generator, Tensor
+
+from hddm.utils.errors import HddmError, Unstated
+
+LARGEST_SIDE = 4096
+"""Of a sample. A UNet has no tensor that would bound what its config declares."""
+IN_LATENTS = "(in latents: 128 for pictures of 1024 pixels)"
+TOKENS = 8
+"""Text tokens of example conditions."""
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Inputs and outputs of a network, read from its config.
+
+    ``sample_shape`` is (C, H, W). With ``variance_head``, the last C of 2 C output channels are a learned
+    variance (arXiv:2102.09672), not part of the prediction. ``num_patches`` is None for a UNet.
+    """
+
+    sample_shape: tuple[int, int, int]
+    variance_head: bool
+    conditions: tuple[str, ...] = ()
+    num_classes: int | None = None
+    null_class: int | None = None
+    num_patches: int | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Conditions that a network takes, with its number of classes and the class that stands for none."""
+
+    conditions: tuple[str, ...] = ()
+    num_classes: int | None = None
+    null_class: int | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """How a pipeline with several text encoders encodes prompts."""
+
+    encoders: tuple[str, ...]
+    """Classes of the text encoders, in order."""
+    pooled: str
+    """Condition that holds one vector per prompt, beside the tokens in ``encoder_hidden_states``."""
+    t5_tokens: int = 0
+    """Tokens that T5 pads prompts to; 0 without T5."""
+    joins: bool = False
+    """True if the tokens of CLIP come before those of T5; otherwise T5's are the only ones."""
+    has_zeros_key: bool = False
+    """True if the pipeline can replace the empty negative prompt by zeros, as its index says."""
+    encodes_negatives: bool = True
+    """True if ``encode_prompt`` returns tokens and vectors of prompts and negative prompts in turn."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline of diffusers around a network."""
+
+    name: str
+    """Its class."""
+    network: str = "transformer"
+    """Its keyword for the network, and the network's folder."""
+    prompts: Prompts | None = None
+    """None where one text encoder or none makes the conditions."""
+    has_text: bool = False
+    """True if prompts are encoded at all."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the class, to make one without network, VAE and scheduler."""
+    t5_tokens: int | None = None
+    """Tokens of a prompt for one T5, encoded in lower case; None without."""
+
+
+class Call(NamedTuple):
+    """A pipeline's call of its network: the state (batch, C, H, W), and all other inputs by name."""
+
+    state: Tensor
+    given: dict[str, Any]
+
+
+class Family:
+    """One kind of network.
+
+    Fields and methods have the answers of a plain denoiser of diffusers; a family overrides what is
+    different.
+    """
+
+    name: str
+    """The class that a ``config.json`` names."""
+    layout: str = ""
+    """The name of its folders, as in ``--to-layout``; empty if no other tool writes them."""
+    former_norm: str = ""
+    """``norm_type`` of diffusers' former all-in-one class, ``Transformer2DModel``, that meant this one."""
+    depths: tuple[tuple[str, ...], ...] = (("num_layers",),)
+    """Keys of its config that multiply to a number of modules, the largest of each group."""
+    computed: tuple[str, ...] = ()
+    """Buffers that a network without layers computes, where no file holds them."""
+    pipelines: tuple[Pipeline, ...] = ()
+    """Pipelines around it; the first one is written back."""
+    time_factor: float = 1.0
+    """Factor by which the network multiplies its time before embedding it."""
+    multiplied: tuple[str, ...] = ("encoder_hidden_states", "pooled_projections")
+    """Conditions that the network multiplies as they are, so that they need its dtype."""
+    nested: tuple[str, ...] = ()
+    """Conditions that diffusers takes in ``added_cond_kwargs``."""
+    residuals: tuple[str, ...] = ()
+    """Inputs by which a ControlNet adds to layers."""
+    blocks: tuple[str, ...] = ()
+    """Classes of modules that occur many times and share one compiled graph; without any, the network is
+    compiled whole."""
+    lora_layers: str = (
+        r"(.+\.)?(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|ff(_context)?\.net\.(0\.proj|2))"
+    )
+    """Names of the linear layers of attention and MLPs, which adapters change; a regular expression."""
+    lora_parameters: str = r"(?!)"
+    """Names of parameters that are no layer's own weight and that adapters change too."""
+    text_key: str | None = None
+    """Key of its config that holds the width of its text tokens."""
+    states_size: bool = True
+    """True if its config can hold the size of a sample."""
+    keeps_empty_prompt: bool = False
+    """True if an expert stores the tokens of the empty prompt, for guidance without a text encoder."""
+
+    @property
+    def network(self) -> type[ModelMixin]:
+        """The class."""
+        kind: type[ModelMixin] = getattr(diffusers, self.name)
+        return kind
+
+    def has_key(self, key: str) -> bool:
+        """True if the constructor takes an argument of this name."""
+        return key in inspect.signature(self.network.__init__).parameters
+
+    def interface(self, config: Config, size: tuple[int, int] | None = None) -> Interface:
+        """Inputs and outputs of the network with ``config``, defaults of the class included.
+
+        ``size`` is a sample's height and width where the config states none. Raises `HddmError` where neither
+        states a size, for an output that has neither C nor 2 C channels, and for an unsupported condition.
+        """
+        channels = self.channels(config)
+        patch = self.patch(config)
+        stated = config.get("sample_size")
+        height, width = self._sides(size if stated is None else stated)
+        if patch and (height % patch or width % patch):
+            text = f"a sample of {height}×{width} cannot be divided into them"
+            raise HddmError(f"{self.name} has patches of side {patch}, and {text}")
+        taken = self.conditions(config)
+        return Interface(
+            sample_shape=(channels, height, width),
+            variance_head=self.has_variance_head(config),
+            conditions=taken.conditions,
+            num_classes=taken.num_classes,
+            null_class=taken.null_class,
+            num_patches=height * width // patch**2 if patch else None,
+        )
+
+    def conditions(self, config: Config) -> Taken:
+        """The conditions that the network takes; `HddmError` for an unsupported one."""
+        return Taken()
+
+    def patch(self, config: Config) -> int | None:
+        """Side of a patch of a sample, None for a UNet."""
+        return count(config, "patch_size")
+
+    def channels(self, config: Config) -> int:
+        """Channels of a sample; `HddmError` for a network that gives other ones than it takes."""
+        taken, given = count(config, "in_channels") or 0, config.get("out_channels")
+        if given not in (None, taken) and not self.has_variance_head(config):
+            text = "that is not a plain denoiser (an inpainting or upscaling model?)"
+            raise HddmError(f"{self.name} takes {taken} channels and gives {given}: {text}")
+        return taken
+
+    def has_variance_head(self, config: Config) -> bool:
+        """True if the network also outputs a learned variance."""
+        taken = count(config, "in_channels")
+        return taken is not None and config.get("out_channels") == 2 * taken
+
+    def text_width(self, config: Config) -> int | None:
+        """Width of the text tokens that the network takes, None without text."""
+        stated = config.get(self.text_key) if self.text_key else None
+        # A UNet may state it for each of its levels.
+        width = stated[0] if isinstance(stated, Sequence) else stated
+        return width if isinstance(width, int) and width else None
+
+    def call(
+        self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Full output of the network for states ``x`` (batch, C, H, W), a variance half included."""
+        given: dict[str, Any] = {name: one for name, one in conditions.items() if name not in self.nested}
+        if nested := {name: one for name, one in conditions.items() if name in self.nested}:
+            given["added_cond_kwargs"] = nested
+        result: Tensor = model(x, timestep=timestep, return_dict=False, **given)[0]
+        return result
+
+    def read_call(self, state: Tensor, given: dict[str, Any]) -> Call:
+        """What a pipeline calls the network with, as a state (batch, C, H, W) and inputs by name."""
+        return Call(state, given)
+
+    def as_output(self, state: Tensor, config: Config) -> Tensor:
+        """A prediction (batch, C, H, W) as the network returns it to a pipeline."""
+        if self.has_variance_head(config):
+            return torch.cat([state, torch.zeros_like(state)], dim=1)
+        return state
+
+    def compared_size(self, config: Config, size: tuple[int, int]) -> tuple[int, int]:
+        """A size of samples on which one run of the network exercises every weight; large ones take long."""
+        height, width = size
+        return min(height, _ENOUGH), min(width, _ENOUGH)
+
+    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+        """One row of the condition ``name``, of fixed or random numbers in the shape that it takes."""
+        match name:
+            case "class_labels":
+                return torch.randint(num_classes or 1, (1,), generator=noise)
+            case "encoder_hidden_states":
+                return torch.randn(1, TOKENS, self.text_width(config) or 1, generator=noise)
+        raise HddmError(f"{self.name} has no example of the condition {name}")
+
+    def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+        """Conditions, without batch, that no prompt provides: by the size, or the pipeline's default."""
+        return {}
+
+    def null_vectors(self, config: Config) -> dict[str, Tensor]:
+        """Values of conditions, without batch, that belong to an empty prompt whose tokens are zeros."""
+        return {}
+
+    def pipeline(self, arguments: Config) -> Pipeline:
+        """The pipeline that a network with these arguments is written back into."""
+        return self.pipelines[0]
+
+    def licence(self, arguments: Config) -> str | None:
+        """Licence of released weights that are known by these arguments, None if there are none."""
+        return None
+
+    def _sides(self, size: Any) -> tuple[int, int]:
+        if size is None:
+            text = f"has no sample_size: pass `sample_size`, the side of its input {IN_LATENTS}"
+            raise Unstated(f"the config of {self.name}", text, "sample_size")
+        sides = (size, size) if isinstance(size, int) else size
+        is_pair = isinstance(sides, Sequence) and len(sides) == 2
+        if not is_pair or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides):
+            text = f"it is a side, or a pair of sides, of 1 to {LARGEST_SIDE}; pass `sample_size`"
+            raise HddmError(f"the config of {self.name} has sample_size {str(size)[:40]}: {text}")
+        return sides[0], sides[1]
+
+
+_ENOUGH = 16
+
+
+def count(config: Config, key: str) -> int | None:
+    """A whole number of a config; raises `HddmError` for anything else."""
+    value = config.get(key)
+    if not isinstance(value, int | None):
+        raise HddmError(f"{key} is {str(value)[:40]}, and must be a whole number")
+    return value

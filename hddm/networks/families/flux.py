@@ -1,0 +1,121 @@
+"""Flux.1: FluxTransformer2DModel, which takes and returns patches of 2×2 as rows.
+
+(batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from einops import rearrange
+from torch import Generator, Tensor
+
+from hddm.networks.families.family import Call, Config, Family, Pipeline, Prompts, Taken
+from hddm.networks.families.sd3 import POOLED
+from hddm.utils.errors import HddmError
+
+GUIDANCE = 3.5
+"""Guidance that is embedded into the network, as of FLUX.1 [dev]; diffusers' default."""
+
+
+class Flux(Family):
+    """A transformer with text of CLIP and T5, and perhaps embedded guidance.
+
+    It casts times to its own dtype before embedding them, and was trained that way.
+    """
+
+    name = "FluxTransformer2DModel"
+    layout = "diffusers-flux"
+    depths = (("num_layers", "num_single_layers"),)
+    blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    pipelines = (
+        Pipeline(
+            "FluxPipeline",
+            prompts=Prompts(
+                ("CLIPTextModel", "T5EncoderModel"), POOLED, t5_tokens=512, encodes_negatives=False
+            ),
+            has_text=True,
+        ),
+    )
+    time_factor = 1000.0
+    residuals = ("controlnet_block_samples", "controlnet_single_block_samples")
+    lora_layers = rf"{Family.lora_layers}|single_transformer_blocks\.\d+\.proj_(mlp|out)"
+    text_key = "joint_attention_dim"
+    states_size = False
+
+    def patch(self, config: Config) -> int | None:
+        return 2
+
+    def channels(self, config: Config) -> int:
+        return super().channels(config) // 4
+
+    def has_variance_head(self, config: Config) -> bool:
+        return False
+
+    def conditions(self, config: Config) -> Taken:
+        if (patch := config.get("patch_size")) != 1:
+            raise HddmError(
+                f"patch_size {str(patch)[:40]} of {self.name} is not supported; its rows are packed"
+            )
+        # No tensor bounds these, and they take memory once the network runs.
+        axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
+        given = axes if isinstance(axes, Sequence) and len(axes) == 3 else ()
+        are_even = all(isinstance(one, int) and one >= 2 and one % 2 == 0 for one in given)
+        if not given or not are_even or sum(given) != width:
+            text = f"it is three even numbers that sum to attention_head_dim, {str(width)[:40]}"
+            raise HddmError(f"axes_dims_rope is {str(axes)[:40]}: {text}")
+        guidance = ("guidance",) if config.get("guidance_embeds") else ()
+        return Taken(("encoder_hidden_states", POOLED, *guidance))
+
+    def call(
+        self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]
+    ) -> Tensor:
+        given: dict[str, Any] = dict(conditions)
+        text = conditions.get("encoder_hidden_states")
+        given["img_ids"] = positions(x.shape[-2], x.shape[-1], x.device)
+        # Text has no place: all of it lies at (0, 0, 0).
+        given["txt_ids"] = torch.zeros(0 if text is None else text.shape[1], 3, device=x.device)
+        rows: Tensor = model(pack(x), timestep=timestep, return_dict=False, **given)[0]
+        return unpack(rows, x.shape[-2])
+
+    def read_call(self, state: Tensor, given: dict[str, Any]) -> Call:
+        rest = {name: one for name, one in given.items() if name not in ("txt_ids", "img_ids")}
+        places = given["img_ids"][..., 1:].flatten(0, -2)
+        height, width = (places.amax(0) + 1).long().tolist()
+        if height * width != state.shape[1]:
+            raise HddmError(f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2")
+        return Call(unpack(state, 2 * height), rest)
+
+    def as_output(self, state: Tensor, config: Config) -> Tensor:
+        return pack(state)
+
+    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+        match name:
+            case "pooled_projections":
+                return torch.randn(1, config["pooled_projection_dim"], generator=noise)
+            case "guidance":
+                return torch.tensor([GUIDANCE])
+        return super().example(name, config, num_classes, noise)
+
+    def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+        return {"guidance": torch.tensor(GUIDANCE)} if "guidance" in names else {}
+
+
+def pack(x: Tensor) -> Tensor:
+    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W) of even sides."""
+    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+
+
+def unpack(rows: Tensor, height: int) -> Tensor:
+    """The state (batch, C, H, W) of rows (batch, HW/4, 4C), H = ``height``."""
+    return rearrange(rows, "b (h w) (c p q) -> b c (h p) (w q)", h=height // 2, p=2, q=2)
+
+
+def positions(height: int, width: int, device: torch.device) -> Tensor:
+    """Position (0, y, x) of every row, (HW/4, 3); float32, since half types round large numbers."""
+    sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
+    return torch.cartesian_prod(*sides)
+
+
+FLUX = Flux()

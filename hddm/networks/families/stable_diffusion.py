@@ -1,0 +1,78 @@
+"""Stable Diffusion 1, 2 and XL (arXiv:2112.10752, 2307.01952): UNet2DConditionModel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from hddm.networks.families.family import Config, Pipeline, Prompts, Taken
+from hddm.networks.families.unet import Unet
+from hddm.utils.errors import HddmError
+
+_XL = Pipeline(
+    "StableDiffusionXLPipeline",
+    network="unet",
+    prompts=Prompts(("CLIPTextModel", "CLIPTextModelWithProjection"), "text_embeds", has_zeros_key=True),
+    has_text=True,
+    options={"add_watermarker": False},
+)
+_SUPPORTED: Config = {
+    "addition_embed_type": (None, "text_time"),
+    "encoder_hid_dim_type": (None,),
+    "time_cond_proj_dim": (None,),
+}
+"""Values of keys that name further conditions."""
+
+
+class StableDiffusion(Unet):
+    """A UNet with text; XL's also takes one vector of the text, and the size and crop of the picture."""
+
+    name = "UNet2DConditionModel"
+    layout = "diffusers-unet2d-condition"
+    blocks = ("BasicTransformerBlock",)
+    pipelines = (Pipeline("StableDiffusionPipeline", network="unet", has_text=True), _XL)
+    text_key = "cross_attention_dim"
+    nested = ("text_embeds", "time_ids")
+    residuals = ("down_block_additional_residuals", "mid_block_additional_residual")
+    keeps_empty_prompt = True
+
+    def conditions(self, config: Config) -> Taken:
+        for key, allowed in _SUPPORTED.items():
+            if config.get(key) not in allowed:
+                raise HddmError(f"{key} {config[key]!r} of {self.name} is not supported")
+        labels = super().conditions(config)
+        added = self.nested if config.get("addition_embed_type") else ()
+        names = ("encoder_hidden_states", *labels.conditions, *added)
+        return Taken(names, labels.num_classes)
+
+    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+        match name:
+            case "text_embeds":
+                return torch.randn(1, _vector_width(config), generator=noise)
+            case "time_ids":
+                return torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]])
+        return super().example(name, config, num_classes, noise)
+
+    def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+        if "time_ids" not in names:
+            return {}
+        # The size, no crop, and the size again, in pixels.
+        height, width = (8.0 * side for side in sample_shape[1:])
+        return {"time_ids": torch.tensor([height, width, 0.0, 0.0, height, width])}
+
+    def null_vectors(self, config: Config) -> dict[str, Tensor]:
+        is_xl = config.get("addition_embed_type") is not None
+        return {"text_embeds": torch.zeros(_vector_width(config))} if is_xl else {}
+
+    def pipeline(self, arguments: Config) -> Pipeline:
+        is_xl = arguments.get("addition_embed_type") == "text_time"
+        return _XL if is_xl else self.pipelines[0]
+
+
+def _vector_width(config: Config) -> int:
+    """Width of ``text_embeds``, which is embedded together with the six numbers of ``time_ids``."""
+    width: int = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+    return width
+
+
+STABLE_DIFFUSION = StableDiffusion()

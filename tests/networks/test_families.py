@@ -1,0 +1,161 @@
+"""Families: what a file says of its class, and a family of an installed package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import hddm
+from hddm.networks import families as module
+from hddm.networks.families import families, layouts, pipelines
+from hddm.utils.errors import HddmError
+from tests.artefacts import refusal
+
+PACKAGE = r'''
+"""A small network of an own package, and its family."""
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from torch import nn
+
+from hddm.networks.families.family import Family, Taken
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, h):
+        return h + self.down(torch.nn.functional.gelu(self.up(h)))
+
+
+class Mixer(ModelMixin, ConfigMixin):
+    @register_to_config
+    def __init__(self, sample_size=4, in_channels=1, width=16, depth=2):
+        super().__init__()
+        self.enter = nn.Linear(in_channels * sample_size**2 + 1, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.leave = nn.Linear(width, in_channels * sample_size**2)
+
+    def forward(self, sample, time):
+        h = self.enter(torch.cat([sample.flatten(1), time[:, None].to(sample) / 1000], 1))
+        for block in self.blocks:
+            h = block(h)
+        return self.leave(h).view_as(sample)
+
+
+class MixerFamily(Family):
+    name = "Mixer"
+    layout = "mine-mixer"
+    depths = (("depth",),)
+    blocks = ("Block",)
+    lora_layers = r"blocks\.\d+\.(up|down)"
+    network = Mixer
+
+    def call(self, model, x, timestep, conditions):
+        return model(x, timestep)
+
+    def compared_size(self, config, size):
+        return size
+
+
+MIXER = MixerFamily()
+'''
+SCHEDULER = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "prediction_type": "epsilon"}
+
+
+def _install(folder: Path) -> None:
+    """As pip does: a module, and the metadata of its distribution."""
+    (folder / "mine.py").write_text(PACKAGE.replace("\\\\\\\\", "\\"))
+    metadata = folder / "mine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[hddm.families]\nmixer = mine:MIXER\n")
+
+
+def _hddm(packages: Path, *words: object) -> str:
+    path = os.pathsep.join([str(packages), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hddm_cli", *map(str, words)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.integration
+def test_a_family_of_an_installed_package_converts_samples_and_trains(shards: Path, tmp_path: Path) -> None:
+    packages, source = tmp_path / "packages", tmp_path / "source"
+    packages.mkdir()
+    source.mkdir()
+    _install(packages)
+    config = {"_class_name": "Mixer", "sample_size": 4, "in_channels": 1, "width": 16, "depth": 2}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
+    shapes = {"enter": (16, 17), "leave": (16, 16)}
+    for k in range(2):
+        shapes |= {f"blocks.{k}.up": (32, 16), f"blocks.{k}.down": (16, 32)}
+    weights = {}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = torch.randn(shape) / 8, torch.randn(shape[0]) / 8
+    save_file(weights, source / "diffusion_pytorch_model.safetensors")
+    expert = tmp_path / "expert"
+    told = _hddm(packages, "convert", source, "--out", expert)
+    assert "layout: mine-mixer" in told
+    assert "verify: outputs differ from the source's by at most" in told
+    _hddm(
+        packages, "sample", expert, "--out", tmp_path / "images", "--num-images", 2, "--steps", 2, "--compile"
+    )
+    assert len(list((tmp_path / "images").glob("*.png"))) == 2
+    shard = shards / "shard_0"
+    train = [
+        "train",
+        "expert",
+        shard,
+        "--init",
+        expert,
+        "--objective",
+        "ddpm",
+        "--steps",
+        2,
+        "--batch-size",
+        4,
+    ]
+    _hddm(packages, *train, "--out", tmp_path / "tuned")
+    _hddm(packages, *train, "--out", tmp_path / "lora", "--lora-rank", 2)
+    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
+    # Nothing in a folder adds a family: without the package it is refused.
+    assert "holds a Mixer, not a" in refusal(hddm.load, expert)
+
+
+def test_each_family_has_a_layout_and_pipelines_of_its_own() -> None:
+    names = [one.layout for one in families().values() if one.layout]
+    assert len(set(names)) == len(names) == len(layouts())
+    assert len(pipelines()) == sum(len(one.pipelines) for one in families().values())
+    for family in families().values():
+        assert family.network.__name__ == family.name
+
+
+class _Entry:
+    value = "mine:THING"
+
+    def __init__(self, loaded: object) -> None:
+        self.load = lambda: loaded
+
+
+@pytest.mark.parametrize(
+    ("loaded", "message"),
+    [(object(), "names no object of the class"), (families()["UNet2DModel"], "has a family already")],
+)
+def test_an_entry_point_that_is_no_new_family_is_refused(
+    loaded: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "entry_points", lambda group: [_Entry(loaded)])
+    with pytest.raises(HddmError, match=message):
+        families.__wrapped__()
