@@ -54,12 +54,14 @@ def old_model(
     seed: Seed = 0,
 ) -> None:
     """Train the old model of the quickstart by diffusers alone."""
+    import diffusers
     import numpy as np
     import torch
-    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+    from diffusers import DDPMScheduler
     from PIL import Image
     from torch.nn import functional as F
 
+    from hddm.networks.families.unet import UNET
     from hddm.utils.files import new_folder
     from hddm.utils.progress import Progress
 
@@ -68,7 +70,7 @@ def old_model(
     torch.manual_seed(seed)
     blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
     width = {"block_out_channels": (32, 32), "layers_per_block": 1, "norm_num_groups": 8}
-    network = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, **blocks, **width)
+    network = UNET.network(sample_size=8, in_channels=1, out_channels=1, **blocks, **width)
     scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
     optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
@@ -83,7 +85,8 @@ def old_model(
             rates.step()
             progress(1)
     with new_folder(out, "model_index.json") as draft:
-        DDPMPipeline(network, scheduler).save_pretrained(draft)
+        pipeline = getattr(diffusers, UNET.pipelines[0].name)
+        pipeline(network, scheduler).save_pretrained(draft)
     typer.echo(f"{out}: a DDPM pipeline of diffusers")
 
 

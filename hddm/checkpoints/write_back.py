@@ -129,7 +129,7 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
     index: dict[str, object] = {
         "_class_name": pipeline.name,
         "_diffusers_version": diffusers.__version__,
-        component: ["diffusers", family.name],
+        component: [family.network.__module__.partition(".")[0], family.name],
     }
     for name, folder in components_of(source.path).items():
         inner = several_in(folder)

@@ -73,7 +73,7 @@ SCHEDULER = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "predi
 
 def _install(folder: Path) -> None:
     """As pip does: a module, and the metadata of its distribution."""
-    (folder / "mine.py").write_text(PACKAGE.replace("\\\\\\\\", "\\"))
+    (folder / "mine.py").write_text(PACKAGE)
     metadata = folder / "mine-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
