@@ -146,7 +146,7 @@ def _run(
                 # Nothing else is new.
                 results = results.model_copy(update={"date": before["date"]})
             # While seeds that were there before follow, theirs stay.
-            if is_last or not set(results.seeds) < set(before.get("seeds", ())):
+            if is_last or set(before.get("seeds", ())) <= set(results.seeds):
                 _write(out, results, headline)
     return results
 

@@ -122,7 +122,9 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     refuse_quantised(weights, files[0])
     scheduler = _scheduler(folder, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
-    vae, more = _vae(above, reading.variant), list[str]()
+    place, more = _vae_folder(above), list[str]()
+    # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
+    vae = None if place is None else identify_vae(place, reading.variant)
     if isinstance(vae, UnreadVae):
         more.append(f"its VAE is an {vae}, so it makes no pictures by itself, and another VAE is refused")
     header = read_headers(files)
@@ -154,7 +156,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         licence=licence,
         vae=vae,
         text=text,
-        components={**({"vae": above / "vae"} if isinstance(vae, VaeRecord) else {}), **text.components},
+        components={**({"vae": place} if place and isinstance(vae, VaeRecord) else {}), **text.components},
         variant=reading.variant,
     )
 
@@ -293,12 +295,12 @@ def _latents(
 
     ``is_stated`` says whether the pipeline's index names a VAE; ``arguments`` are the network's.
     """
-    name = next((one for one in VAES if (above / one / "config.json").exists()), None)
-    if name is None:
+    place = _vae_folder(above)
+    if place is None:
         is_latent = is_stated or arguments.get("in_channels") not in (1, 3)
         return (None if is_latent else 1.0), is_latent, ()
-    path = above / name / "config.json"
-    config = read_json(inside(above, f"{name}/config.json"))
+    path = place / "config.json"
+    config = read_json(inside(above, f"{place.name}/config.json"))
     kind = config.get("_class_name")
     if "scaling_factor" in config:
         return scale_and_shift(config, str(path))[0], True, ()
@@ -308,8 +310,6 @@ def _latents(
     return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
-def _vae(above: Path, variant: str | None) -> VaeRecord | UnreadVae | None:
-    """Identity of the VAE in the pipeline ``above``; None without one."""
-    # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
-    name = next((one for one in VAES if (above / one / "config.json").exists()), None)
-    return None if name is None else identify_vae(above / name, variant)
+def _vae_folder(above: Path) -> Path | None:
+    """The folder of the VAE in the pipeline ``above``; None without one."""
+    return next((above / one for one in VAES if (above / one / "config.json").exists()), None)

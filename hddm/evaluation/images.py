@@ -113,7 +113,7 @@ def _refuse_shared(paths: Mapping[Role, Path], read: Mapping[Role, Sequence[Read
     """Refuse held-out and validation images that are also training images, or each other's, by pixels."""
     roles: list[Role] = [role for role in _KNOWN if role in paths]
     for other, role in itertools.combinations(roles, 2):
-        if _are_apart(paths[other], paths[role]):
+        if other == "reference" and _are_apart(paths[other], paths[role]):
             continue
         known = {pixel_digest(one.pixels): one.name for one in read[other]}
         digests = [(one.name, pixel_digest(one.pixels)) for one in read[role]]

@@ -133,6 +133,11 @@ def test_settings_are_not_confirmed_on_images_that_chose_them(many: Path, tmp_pa
     fresh = write_images(tmp_path / "fresh", per_class=20, seed=50)
     told = refusal(read_data, {"reference": many, "validation": fresh, "held_out": fresh / "rows"})
     assert f"`held_out` {fresh / 'rows'}: all its images are also validation images of {fresh}" in told
+    partition(many, tmp_path / "shards", 1, held_out=0.3)
+    told = refusal(
+        read_data, {"validation": tmp_path / "shards", "held_out": tmp_path / "shards" / "held_out"}
+    )
+    assert "all its images are also validation images" in told
 
 
 def test_images_of_a_partition_may_become_equal_as_they_are_encoded(tmp_path: Path) -> None:
