@@ -34,12 +34,11 @@ def families() -> Mapping[str, Family]:
     found: dict[str, Family] = {one.name: one for one in _OWN}
     for entry in entry_points(group=GROUP):
         family = entry.load()
+        place = f"entry point {entry.value} of {GROUP}"
         if not isinstance(family, Family):
-            raise HddmError(
-                f"entry point {entry.value} of {GROUP}: is no hddm.networks.families.family.Family"
-            )
+            raise HddmError(f"{place}: names no object of the class hddm.networks.families.family.Family")
         if family.name in found:
-            raise HddmError(f"entry point {entry.value} of {GROUP}: {family.name} has a family already")
+            raise HddmError(f"{place}: {family.name} has a family already; leave one out")
         found[family.name] = family
     return found
 
