@@ -17,7 +17,7 @@ from hddm.checkpoints.layouts import (
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
-from hddm.networks.families.dit import IMAGENET_CLASSES, IMAGENET_LICENCE
+from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.folders import empty_network, read_file, refuse_quantised
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError
@@ -60,7 +60,6 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     if layout.scheduler is not None:
         origin = f"the code of layout {layout.name}"
         declared = replace(declared, scheduler=layout.scheduler, scheduler_origin=origin, is_layout_rule=True)
-    has_imagenet = arguments.get("num_classes") == IMAGENET_CLASSES
     return Checkpoint(
         path=path,
         layout=layout.name,
@@ -76,7 +75,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         prefix=prefix,
         nulls={name: weights[key] for name, key in layout.nulls.items() if key in weights},
         header=header,
-        licence=header.licence or (IMAGENET_LICENCE if has_imagenet else None),
+        licence=header.licence or licence_of_dit(arguments.get("num_classes")),
     )
 
 

@@ -2,11 +2,16 @@
 
 from hddm.networks.families.family import Config, Family, Pipeline, Taken, count
 
-IMAGENET_CLASSES = 1000
+_IMAGENET_CLASSES = 1000
 IMAGENET_LICENCE = (
     "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
     "non-commercial; `licence` states another)"
 )
+
+
+def licence_of_dit(num_classes: int | None) -> str | None:
+    """The licence of the released weights, which are known by their number of classes."""
+    return IMAGENET_LICENCE if num_classes == _IMAGENET_CLASSES else None
 
 
 class Dit(Family):
@@ -24,7 +29,7 @@ class Dit(Family):
         return Taken(("class_labels",), classes, classes)
 
     def licence(self, arguments: Config) -> str | None:
-        return IMAGENET_LICENCE if arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES else None
+        return licence_of_dit(arguments.get("num_embeds_ada_norm"))
 
 
 DIT = Dit()

@@ -1,15 +1,13 @@
 """hddm's own transformer (`hddm.networks.transformers.ExpertTransformer`)."""
 
-from collections.abc import Mapping
-
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.networks.families.family import Config, Family, Taken, count
+from hddm.networks.families.family import Config, Family, Taken, Tensors, count
 from hddm.networks.transformers import ExpertTransformer
 
 
-class Expert(Family):
+class OwnTransformer(Family):
     """A transformer whose call is the one that all experts share."""
 
     name = ExpertTransformer.__name__
@@ -30,9 +28,7 @@ class Expert(Family):
         text = ("encoder_hidden_states",) if config.get("text_dim") else ()
         return Taken((*labels, *text), classes, classes)
 
-    def call(
-        self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]
-    ) -> Tensor:
+    def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         output: Tensor = model(x, timestep, **conditions)
         return output
 
@@ -41,4 +37,4 @@ class Expert(Family):
         return size
 
 
-EXPERT = Expert()
+EXPERT = OwnTransformer()

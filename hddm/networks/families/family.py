@@ -7,7 +7,7 @@ a method here; code outside of this folder names no class of networks.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import diffusers
 import torch
@@ -19,8 +19,12 @@ from hddm.utils.errors import HddmError, Unstated
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
 IN_LATENTS = "(in latents: 128 for pictures of 1024 pixels)"
-TOKENS = 8
+POOLED = "pooled_projections"
+"""Condition: one vector per prompt."""
+_TOKENS = 8
 """Text tokens of example conditions."""
+ENOUGH = 16
+"""Height and width at which one run exercises every weight of most networks."""
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 
@@ -86,13 +90,6 @@ class Pipeline:
     """Tokens of a prompt for one T5, encoded in lower case; None without."""
 
 
-class Call(NamedTuple):
-    """A pipeline's call of its network: the state (batch, C, H, W), and all other inputs by name."""
-
-    state: Tensor
-    given: dict[str, Any]
-
-
 class Family:
     """One kind of network.
 
@@ -114,7 +111,7 @@ class Family:
     """Pipelines around it; the first one is written back."""
     time_factor: float = 1.0
     """Factor by which the network multiplies its time before embedding it."""
-    multiplied: tuple[str, ...] = ("encoder_hidden_states", "pooled_projections")
+    multiplied: tuple[str, ...] = ("encoder_hidden_states", POOLED)
     """Conditions that the network multiplies as they are, so that they need its dtype."""
     nested: tuple[str, ...] = ()
     """Conditions that diffusers takes in ``added_cond_kwargs``."""
@@ -197,9 +194,7 @@ class Family:
         width = stated[0] if isinstance(stated, Sequence) else stated
         return width if isinstance(width, int) and width else None
 
-    def call(
-        self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]
-    ) -> Tensor:
+    def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         """Full output of the network for states ``x`` (batch, C, H, W), a variance half included."""
         given: dict[str, Any] = {name: one for name, one in conditions.items() if name not in self.nested}
         if nested := {name: one for name, one in conditions.items() if name in self.nested}:
@@ -207,9 +202,9 @@ class Family:
         result: Tensor = model(x, timestep=timestep, return_dict=False, **given)[0]
         return result
 
-    def read_call(self, state: Tensor, given: dict[str, Any]) -> Call:
-        """What a pipeline calls the network with, as a state (batch, C, H, W) and inputs by name."""
-        return Call(state, given)
+    def read_call(self, state: Tensor, given: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """The state (batch, C, H, W) and the other inputs of a pipeline's call of its network."""
+        return state, given
 
     def as_output(self, state: Tensor, config: Config) -> Tensor:
         """A prediction (batch, C, H, W) as the network returns it to a pipeline."""
@@ -220,7 +215,7 @@ class Family:
     def compared_size(self, config: Config, size: tuple[int, int]) -> tuple[int, int]:
         """A size of samples on which one run of the network exercises every weight; large ones take long."""
         height, width = size
-        return min(height, _ENOUGH), min(width, _ENOUGH)
+        return min(height, ENOUGH), min(width, ENOUGH)
 
     def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
         """One row of the condition ``name``, of fixed or random numbers in the shape that it takes."""
@@ -228,7 +223,9 @@ class Family:
             case "class_labels":
                 return torch.randint(num_classes or 1, (1,), generator=noise)
             case "encoder_hidden_states":
-                return torch.randn(1, TOKENS, self.text_width(config) or 1, generator=noise)
+                return torch.randn(1, _TOKENS, self.text_width(config) or 1, generator=noise)
+            case "pooled_projections":
+                return torch.randn(1, config["pooled_projection_dim"], generator=noise)
         raise HddmError(f"{self.name} has no example of the condition {name}")
 
     def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
@@ -257,9 +254,6 @@ class Family:
             text = f"it is a side, or a pair of sides, of 1 to {LARGEST_SIDE}; pass `sample_size`"
             raise HddmError(f"the config of {self.name} has sample_size {str(size)[:40]}: {text}")
         return sides[0], sides[1]
-
-
-_ENOUGH = 16
 
 
 def count(config: Config, key: str) -> int | None:

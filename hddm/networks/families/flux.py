@@ -3,7 +3,7 @@
 (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from diffusers import ModelMixin
 from einops import rearrange
 from torch import Generator, Tensor
 
-from hddm.networks.families.family import Call, Config, Family, Pipeline, Prompts, Taken
-from hddm.networks.families.sd3 import POOLED
+from hddm.networks.families.family import POOLED, Config, Family, Pipeline, Prompts, Taken, Tensors
 from hddm.utils.errors import HddmError
 
 GUIDANCE = 3.5
@@ -68,9 +67,7 @@ class Flux(Family):
         guidance = ("guidance",) if config.get("guidance_embeds") else ()
         return Taken(("encoder_hidden_states", POOLED, *guidance))
 
-    def call(
-        self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]
-    ) -> Tensor:
+    def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         given: dict[str, Any] = dict(conditions)
         text = conditions.get("encoder_hidden_states")
         given["img_ids"] = positions(x.shape[-2], x.shape[-1], x.device)
@@ -79,23 +76,20 @@ class Flux(Family):
         rows: Tensor = model(pack(x), timestep=timestep, return_dict=False, **given)[0]
         return unpack(rows, x.shape[-2])
 
-    def read_call(self, state: Tensor, given: dict[str, Any]) -> Call:
+    def read_call(self, state: Tensor, given: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         rest = {name: one for name, one in given.items() if name not in ("txt_ids", "img_ids")}
         places = given["img_ids"][..., 1:].flatten(0, -2)
         height, width = (places.amax(0) + 1).long().tolist()
         if height * width != state.shape[1]:
             raise HddmError(f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2")
-        return Call(unpack(state, 2 * height), rest)
+        return unpack(state, 2 * height), rest
 
     def as_output(self, state: Tensor, config: Config) -> Tensor:
         return pack(state)
 
     def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
-        match name:
-            case "pooled_projections":
-                return torch.randn(1, config["pooled_projection_dim"], generator=noise)
-            case "guidance":
-                return torch.tensor([GUIDANCE])
+        if name == "guidance":
+            return torch.tensor([GUIDANCE])
         return super().example(name, config, num_classes, noise)
 
     def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:

@@ -1,13 +1,8 @@
 """Stable Diffusion 3 (arXiv:2403.03206): SD3Transformer2DModel."""
 
-import torch
-from torch import Generator, Tensor
-
-from hddm.networks.families.family import Config, Family, Pipeline, Prompts, Taken, count
+from hddm.networks.families.family import POOLED, Config, Family, Pipeline, Prompts, Taken, count
 from hddm.utils.errors import HddmError
 
-POOLED = "pooled_projections"
-"""Condition: one vector per prompt."""
 _CLIP = "CLIPTextModelWithProjection"
 
 
@@ -35,11 +30,6 @@ class Sd3(Family):
         if isinstance(side, int) and side > most:
             raise HddmError(f"sample_size is {side}, and {self.name} has positions for {most}")
         return Taken(("encoder_hidden_states", POOLED))
-
-    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
-        if name == POOLED:
-            return torch.randn(1, config["pooled_projection_dim"], generator=noise)
-        return super().example(name, config, num_classes, noise)
 
 
 SD3 = Sd3()

@@ -1,14 +1,7 @@
 """UNets of diffusers without text: UNet2DModel."""
 
-from hddm.networks.families.family import Config, Family, Pipeline, Taken, count
+from hddm.networks.families.family import ENOUGH, Config, Family, Pipeline, Taken, count
 from hddm.utils.errors import HddmError
-
-UNET_DEPTHS = (
-    ("layers_per_block",),
-    ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
-    ("down_block_types", "up_block_types"),
-)
-"""Keys whose numbers of layers multiply, in both kinds of UNet."""
 
 
 class Unet(Family):
@@ -16,7 +9,11 @@ class Unet(Family):
 
     name = "UNet2DModel"
     layout = "diffusers-unet2d"
-    depths = UNET_DEPTHS
+    depths = (
+        ("layers_per_block",),
+        ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
+        ("down_block_types", "up_block_types"),
+    )
     pipelines: tuple[Pipeline, ...] = (Pipeline("DDPMPipeline", network="unet"),)
 
     def patch(self, config: Config) -> int | None:
@@ -30,7 +27,7 @@ class Unet(Family):
 
     def compared_size(self, config: Config, size: tuple[int, int]) -> tuple[int, int]:
         # Each level halves the size.
-        enough = max(*super().compared_size(config, (16, 16)), 2 ** len(config["block_out_channels"]))
+        enough = max(ENOUGH, 2 ** len(config["block_out_channels"]))
         return min(size[0], enough), min(size[1], enough)
 
 
