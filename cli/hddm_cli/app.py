@@ -13,7 +13,7 @@ import typer
 from hddm.utils.errors import HddmError
 from hddm.utils.files import FULL
 from hddm.utils.processes import Interrupted, interruptible
-from hddm.utils.progress import Start
+from hddm.utils.progress import Startup
 from hddm_cli import usage
 from hddm_cli.options import add
 from hddm_cli.usage import as_typed, say
@@ -73,7 +73,7 @@ def app() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     warnings.showwarning = _show_warning
     try:
-        with interruptible(), Start(" ".join(["hddm", *arguments[:1]])):
+        with interruptible(), Startup(" ".join(["hddm", *arguments[:1]])):
             sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)

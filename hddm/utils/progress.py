@@ -15,7 +15,7 @@ from tqdm import tqdm
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
 _EVIDENCE, _SHARE = 5.0, 0.1
-"""Time left is told after so many seconds of counting, and in a work that is not even after this share."""
+"""Seconds of counting, and where units differ the share of all work, before the time left is shown."""
 _OFTEN, _SELDOM, _FIRST_MINUTES = 10.0, 60.0, 180.0
 """Most seconds between lines in the first minutes of a work and after them; seconds of the first minutes."""
 _DRAW = 0.1
@@ -69,9 +69,9 @@ class Progress:
 
     ``total`` counts units of work. With None the work cannot be counted, and lines report how long it has
     taken, as they do until the remaining time is known. ``label`` starts a line; ``more`` returns parts that
-    end it; without ``is_drawn`` there is no bar. Without ``is_even`` units take unlike times, as the steps
-    of a benchmark do, and the remaining time is told late. A thread speaks while nothing is counted, of the
-    innermost work: none is silent for long.
+    end it; without ``is_drawn`` there is no bar. Without ``is_even`` units take different times, as the
+    steps of a benchmark do, so the remaining time is shown later. While nothing is counted, a thread prints a
+    line about the innermost work, so that no work is silent for long.
     """
 
     heard: ClassVar["_Whole | None"] = None
@@ -110,7 +110,7 @@ class Progress:
         if Progress.opened:
             # What was silent before this work counts.
             self._spoke = Progress.opened[-1]._spoke
-            if isinstance(Progress.opened[0], Start):
+            if isinstance(Progress.opened[0], Startup):
                 # From here on the command has started.
                 Progress.opened[0]._ended.set()
         Progress.opened.append(self)
@@ -201,7 +201,7 @@ class Progress:
         return self._pace.seconds(now, self._done - self._skipped, self._total - self._done)
 
 
-class Start(Progress):
+class Startup(Progress):
     """The start of a command: libraries take seconds to load, and on a busy machine a minute."""
 
     def __init__(self, label: str) -> None:

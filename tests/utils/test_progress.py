@@ -184,7 +184,7 @@ def test_the_first_line_of_a_command_says_which_library_it_loads(
     (tmp_path / "slow_library").mkdir()
     (tmp_path / "slow_library/__init__.py").write_text("from slow_library import part")
     (tmp_path / "slow_library/part.py").write_text(SLOW)
-    with progress.Start("hddm train"):
+    with progress.Startup("hddm train"):
         importlib.import_module("slow_library")
         log.now.append(21.0)
         assert log.spoken.acquire(timeout=60)
