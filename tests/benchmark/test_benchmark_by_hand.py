@@ -229,4 +229,3 @@ def test_killed_again_and_again_it_comes_to_the_same_results(
     assert process.exitcode == 0
     assert kills >= 5
     assert without_times(read_results(out)) == without_times(miniature.results)
-    print(f"{kills} kills")
