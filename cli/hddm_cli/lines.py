@@ -36,11 +36,13 @@ class Lines:
             raise HddmError("--help: is no step; leave it out")
         for name in _OWN.intersection(given):
             raise HddmError(f"--{name}: is set by the benchmark; leave it out")
-        params = {one.name: one for one in order}
-        found = {name: _words(param, given[name]) for name, param in params.items()}
-        is_argument = {name: param.param_type_name == "argument" for name, param in params.items()}
-        sorted_names = sorted(found, key=lambda name: not is_argument[name])
-        return Line(verb, {name: found[name] for name in sorted_names if found[name]})
+        found = {}
+        # Arguments first; an option that is repeated is in the order several times.
+        for param in sorted(order, key=lambda one: one.param_type_name != "argument"):
+            group = _words(param, given[param.name])
+            if group:
+                found[param.name] = group
+        return Line(verb, found)
 
     def settings(self, line: Line) -> Settings:
         """Parse a line as its verb does."""
@@ -58,12 +60,11 @@ class Lines:
             made_of = getattr(command.callback, "made_of", None)
             records = {} if made_of is None else made_of(values, config)
         values = {param.name: values.get(param.name, param.get_default(context)) for param in command.params}
-        inputs = {name for name, is_read in _read(command.callback).items() if is_read}
         for record in records.values():
             values |= dict(record)
         # What a file of settings says is in the values.
         values.pop("config", None)
-        return Settings(values, frozenset(inputs & values.keys()))
+        return Settings(values, frozenset(_read(command.callback) & values.keys()))
 
 
 LINES = Lines()
@@ -116,10 +117,11 @@ def _words(param: Any, value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _read(callback: Any) -> dict[str, bool]:
-    """Whether each parameter of a verb is a path that is read."""
-    found = {}
+def _read(callback: Any) -> set[str]:
+    """Parameters of a verb that are paths which it reads."""
+    found = set()
     for name, parameter in inspect.signature(callback).parameters.items():
         infos = [one for one in get_args(parameter.annotation) if isinstance(one, ParameterInfo)]
-        found[name] = any(one.callback is existing for one in infos)
+        if any(one.callback is existing for one in infos):
+            found.add(name)
     return found

@@ -84,10 +84,15 @@ def count_training(words: Sequence[str], run: RunCommand) -> TrainingCost:
     """Count a training step of a command line."""
     one, two = (_count_batch(words, run, size) for size in (1, 2))
     image, update = two.step - one.step, 2 * one.step - two.step
-    if "--sampling-steps" not in words:
+    if not _draws_trajectories(words):
         return TrainingCost(image, update)
     more = _count_batch(words, run, 1, 2 * _TRAJECTORIES)
     return TrainingCost(image, update, (more.before - one.before) // _TRAJECTORIES)
+
+
+def _draws_trajectories(words: Sequence[str]) -> bool:
+    """True for the training of a student of few steps."""
+    return "--sampling-steps" in words
 
 
 class _Counted(NamedTuple):
@@ -109,7 +114,7 @@ def _count_batch(
                 raise _Enough
 
     length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
-    if "--sampling-steps" in words:
+    if _draws_trajectories(words):
         length += ["--trajectories", str(trajectories)]
     # What is measured on the way would fall between the counted steps.
     if words[:2] != ["train", "router"]:
@@ -141,24 +146,25 @@ def cost_key(step: Step) -> str:
         return hash_of(["cost", step.identity])
     values = {name: value for name, value in step.values.items() if name not in ("seed", "out")}
     paths = {name: str(one.path) for name, one in step.inputs.items()}
-    return hash_of(["cost", step.verb, {name: _shape_of(value, paths) for name, value in values.items()}])
+    shapes = {name: _shape_of(value, paths, step.contents) for name, value in values.items()}
+    return hash_of(["cost", step.verb, shapes])
 
 
-def _shape_of(value: Any, paths: Mapping[str, str]) -> Any:
+def _shape_of(value: Any, paths: Mapping[str, str], contents: Contents) -> Any:
     """A value with the shapes of what its paths name."""
     if isinstance(value, Mapping):
-        return sorted([str(key), _shape_of(one, paths)] for key, one in value.items())
+        return sorted([str(key), _shape_of(one, paths, contents)] for key, one in value.items())
     if isinstance(value, list | tuple):
-        return [_shape_of(one, paths) for one in value]
+        return [_shape_of(one, paths, contents) for one in value]
     if not isinstance(value, Path):
         return value
-    return _shape_at(Path(placed(str(value), paths)))
+    return _shape_at(Path(placed(str(value), paths)), contents)
 
 
-def _shape_at(path: Path) -> Any:
+def _shape_at(path: Path, contents: Contents) -> Any:
     """What decides the cost of a shard, a partition or an expert; of anything else its whole content."""
     if (path / PARTITION_FILE).is_file():
-        return [_shape_at(shard) for shard in find_shards(path)]
+        return [_shape_at(shard, contents) for shard in find_shards(path)]
     if holds_shard(path):
         manifest = read_manifest(path)
         encoding = manifest.encoding
@@ -169,7 +175,7 @@ def _shape_at(path: Path) -> Any:
         configs = [read_json(one) for one in sorted(path.rglob("config.json"))]
         # Students of few steps take as many as they were trained for.
         return [configs, read_json(path / EXPERT_FILE).get("sampling_steps")]
-    return Contents().of(path)
+    return contents.of(path)
 
 
 def trained_size(step: Step) -> tuple[int, int]:

@@ -72,7 +72,8 @@ class SeedPlan:
             self._defaults[verb] = line
         for name, text in self.file.steps.items():
             with errors_as(HddmError, f"step {name!r}"):
-                self.steps[name] = self._step(name, self.lines.read(split(self._with_values(text))))
+                line = self.lines.read(split(self._with_values(text)))
+                self.steps[name] = self._step(name, self._with_defaults(line))
 
     @cached_property
     def real(self) -> Step:
@@ -200,7 +201,7 @@ class SeedPlan:
         return chosen
 
     def _evaluation(self, words: Sequence[str]) -> Line:
-        """The line of an evaluation with the options of every one."""
+        """The whole line of an evaluation, with the options of every one."""
         measured, split_name = self.file.evaluate, self.file.scored_on
         words = ["evaluate", *words, "--reference", *split(self._with_values(measured.reference))]
         against = self._with_values(getattr(measured, split_name))
@@ -214,7 +215,7 @@ class SeedPlan:
                 raise HddmError(
                     f"evaluate.options: --{name.replace('_', '-')}: has a key of its own in `evaluate`"
                 )
-        return line.or_else(further)
+        return self._with_defaults(line.or_else(further))
 
     def _with_values(self, text: str) -> str:
         """A text with the file's values."""
@@ -230,8 +231,7 @@ class SeedPlan:
         return line
 
     def _step(self, name: str, line: Line, known: Mapping[str, Step] | None = None) -> Step:
-        """The step of a line whose names are in ``known`` or those of steps."""
-        line = self._with_defaults(line)
+        """The step of a whole line, whose names are in ``known`` or those of steps."""
         names = dict.fromkeys(found for word in line.words for found in names_in(word))
         if "data" in names and self.data is None:
             raise HddmError("$data: is the folder of your images; name it by `data`")

@@ -156,9 +156,11 @@ def _results_before(out: Path, file: BenchmarkFile) -> dict[str, Any]:
     if not (out / RESULTS_FILE).is_file():
         return {}
     before = read_json(out / RESULTS_FILE, LARGEST)
-    settings = [before.get("settings", {}), file.model_dump(mode="json")]
-    now_and_then = [{k: one for k, one in each.items() if k not in ("seeds", "workers")} for each in settings]
-    return before if now_and_then[0] == now_and_then[1] and "date" in before else {}
+    then, now = dict(before.get("settings", {})), file.model_dump(mode="json")
+    for name in ("seeds", "workers"):
+        then.pop(name, None)
+        now.pop(name)
+    return before if then == now and "date" in before else {}
 
 
 def _forget_damaged(steps: Sequence[Step]) -> None:
@@ -255,8 +257,8 @@ def _do_all(
         _refuse_shared_images(plan)
     uncounted = {}
     for step in steps:
-        if step.is_counted and not step.work.has(_cost(step)):
-            uncounted[_cost(step)] = step
+        if step.is_counted and not step.work.has(cost := _cost(step)):
+            uncounted[cost] = step
     # Units of what was expected to be counted, and shares the count of another step.
     progress.skip(COUNTING * max(0, expected - len(uncounted)))
     calls = [call(_count, one, f"operations of {one.label}", units=COUNTING) for one in uncounted.values()]

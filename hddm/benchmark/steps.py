@@ -131,11 +131,11 @@ def _files_in(path: Path) -> list[tuple[str, Path | None]]:
         for name in files:
             one = Path(place, name)
             if not _is_cache(name) and one.is_file():
-                found.append((_printable(one.relative_to(path)), one))
+                found.append((_text_of(one.relative_to(path)), one))
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _printable(path: Path) -> str:
+def _text_of(path: Path) -> str:
     # Names may be of any bytes.
     return os.fsencode(path.as_posix()).decode(errors="backslashreplace")
 
@@ -219,13 +219,11 @@ class Step:
     @cached_property
     def identity(self) -> str:
         """SHA-256 of all that its result depends on."""
-        kept = {name: value for name, value in self.values.items() if name not in _FREE}
-        return hash_of([NUMERICS, self.verb, self._seen(kept)])
-
-    def _seen(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by parameter, with identities and contents for paths."""
-        inputs = self.settings.inputs
-        return {name: self._identified(value, name in inputs) for name, value in values.items()}
+        seen = {}
+        for name, value in self.values.items():
+            if name not in _FREE:
+                seen[name] = self._identified(value, name in self.settings.inputs)
+        return hash_of([NUMERICS, self.verb, seen])
 
     def _identified(self, value: Any, is_input: bool) -> Any:
         if isinstance(value, Mapping):
@@ -319,26 +317,26 @@ class Step:
         """Its path in the output folder: ``seed_N/name``, or the name alone for seed 0 and without a seed."""
         return f"seed_{self.seed}/{self.name}" if self.seed else self.name
 
-    def read_from(self, root: Path | None = None) -> dict[str, str]:
-        """Paths of its inputs by name: links of its own, or their labels in ``root``."""
-        if root is not None:
-            return {name: str(root / step.label) for name, step in self.inputs.items()}
+    @property
+    def links(self) -> dict[str, str]:
+        """Paths of links of its own to its inputs, by name."""
         return {name: str(self.work.folder / INPUTS / self.path.name / name) for name in self.inputs}
 
     def link_inputs(self) -> None:
         """Make the links to its inputs, which carry their names, beside all jobs."""
-        for name, place in self.read_from().items():
+        for name, place in self.links.items():
             for ending, path in self.inputs[name].written.items():
                 link_to(Path(place + ending), path)
 
     def command(self) -> list[str]:
         """Words that make its result in the folder of all jobs."""
-        return self._command(self.read_from(), str(self.path))
+        return self._command(self.links, str(self.path))
 
     @property
     def shown(self) -> str:
         """Its command line by labels, to be run in a folder where those of its inputs were."""
-        return f"hddm {shlex.join(self._command(self.read_from(Path()), self.label))}"
+        labels = {name: step.label for name, step in self.inputs.items()}
+        return f"hddm {shlex.join(self._command(labels, self.label))}"
 
     def _command(self, places: Mapping[str, str], out: str) -> list[str]:
         known = {**places, "out": out, "data": str(self.data)}
