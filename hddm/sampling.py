@@ -347,7 +347,7 @@ def sample(
         seed: sample i depends on (seed, i) alone.
         steps: see `plan`, as strategy, solver, shift, shape, expert and router_every.
         strategy: for this call, instead of the ensemble's own.
-        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``.
+        solver: ``euler``, ``heun`` or ``adams-moulton``.
         guidance_scale: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         prior: (num, K) distribution of the expert of each sample, in place of p(k | class).

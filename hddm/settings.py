@@ -147,7 +147,7 @@ def _check_device(name: str) -> None:
 DeviceName = Annotated[str, _checked(_check_device)]
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 GuideBy = Literal["condition", "weak"]
-SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
+SolverName = Literal["euler", "heun", "adams-moulton"]
 """Keys of `hddm.solvers.SOLVERS`."""
 PredictionName = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 """Values of `hddm.velocity.PredictionType`, which also has their formulas."""

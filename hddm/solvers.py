@@ -56,41 +56,36 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchang
     return x
 
 
-def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Two-step Adams-Bashforth for uneven steps, order 2, one call per step; the first is Euler's.
-
-    With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
-    Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
-    """
-    return _adams(velocity, x, times, on_step, corrects=False)
-
-
 def adams_moulton(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
     """Adams-Bashforth predictor and three-point Adams-Moulton corrector, order 3, one call per step.
 
-    The velocity at a predicted state corrects that state and serves the next prediction (mode PEC). With
-    steps h_0, then h, and the velocity u that the predictor expected at the end of h:
+    With steps h_0, then h, a step is predicted from the velocities v at its beginning and v_before at the
+    beginning of the step before. The first step is Euler's:
+
+        x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before]
+
+    The velocity at a predicted state corrects that state and serves the next prediction (mode PEC). With the
+    velocity u that the predictor expected at the end of h:
 
         x += h (2h + 3h_0) / (6 (h + h_0)) (v - u)        u = v_before + (h / h_0) (v_before - v_before_that)
 
-    After the first step, which is Euler's, x += h/2 (v - v_before). The last state is a prediction.
+    After the first step, x += h/2 (v - v_before). The last state is a prediction.
     Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, sections III.1 and III.5.
     """
-    return _adams(velocity, x, times, on_step, corrects=True)
-
-
-def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, corrects: bool) -> Tensor:
     before = expected = x
     last_step = gain = 0.0
     for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
         slope = velocity(x, now, then)
-        if corrects and index:
+        if index == 0:
+            mean = slope
+            gain = step / 2
+        else:
             x = x + gain * (slope - expected)
-        weight = step / (2 * last_step) if index else 0.0
-        mean = (1 + weight) * slope - (weight * before if index else 0)
+            weight = step / (2 * last_step)
+            mean = (1 + weight) * slope - weight * before
+            gain = step * (2 * step + 3 * last_step) / (6 * (step + last_step))
         x = on_step(index, x + step * mean)
-        gain = step * (2 * step + 3 * last_step) / (6 * (step + last_step)) if index else step / 2
         # The predictor is a line in t, and ``mean`` its value half-way.
         expected = 2 * mean - slope
         before, last_step = slope, step
@@ -100,11 +95,10 @@ def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, correc
 SOLVERS: dict[str, Solver] = {
     "euler": euler,
     "heun": heun,
-    "adams-bashforth": adams_bashforth,
     "adams-moulton": adams_moulton,
 }
 """Solvers by name; `hddm.settings.SolverName` lists the names for the command line."""
-WITH_MEMORY = (adams_bashforth, adams_moulton)
+WITH_MEMORY = (adams_moulton,)
 """Solvers that use earlier steps; their first step is Euler's."""
 DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 

@@ -26,7 +26,7 @@ FAMILY = (
 KINDS = ("epsilon", "sample", "v_prediction", "flow_prediction")
 
 STRATEGIES = ("draw", "commit-0.5", "full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9")
-SOLVERS = ("euler", "heun", "adams-bashforth", "adams-moulton")
+SOLVERS = ("euler", "heun", "adams-moulton")
 GUIDANCE = {
     "none": 1.0,
     "condition": 3.0,

@@ -61,7 +61,7 @@ def test_a_shift_that_leaves_steps_no_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("solver", "steps", "tolerance"),
-    [("euler", 100, 0.06), ("heun", 40, 0.01), ("adams-bashforth", 60, 0.02), ("adams-moulton", 40, 0.01)],
+    [("euler", 100, 0.06), ("heun", 40, 0.01), ("adams-moulton", 40, 0.01)],
 )
 @pytest.mark.parametrize(
     ("name", "kind"), [("linear", "flow_prediction"), ("cosine", "epsilon")], ids=["flow", "ddpm"]
@@ -189,7 +189,7 @@ def test_samples_are_float32_of_the_asked_shape() -> None:
     [
         ({"start": -1}, "index -1: must be a whole number from 0"),
         ({"expert": 1, "strategy": "draw"}, "choose one of the two"),
-        ({"solver": "dpm"}, "euler, heun, adams-bashforth"),
+        ({"solver": "dpm"}, "euler, heun, adams-moulton"),
         ({"expert": 1}, "`expert` 1: choose from 0 to 0"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
@@ -214,7 +214,7 @@ def test_an_expert_that_breaks_is_named_under_every_strategy() -> None:
             sample(ensemble, 4, steps=20)
 
 
-CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1, "adams-moulton": 1}
+CALLS = {"euler": 1, "heun": 2, "adams-moulton": 1}
 
 
 class Expert:
@@ -347,7 +347,6 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
     ("top-1", {"negative": {"hue": torch.zeros(2)}}, "negative conditions: no effect at `guidance_scale` 1"),
     ("draw", {"expert": 1, "strategy": None, "prior": torch.ones(2, 3)}, "`expert` 1 is chosen already"),
     ("draw", {"picture": HOLE, "solver": "adams-moulton"}, "`solver` adams-moulton: uses earlier steps"),
-    ("draw", {"picture": HOLE, "solver": "adams-bashforth"}, "`solver` adams-bashforth: uses earlier steps"),
 ]
 
 
