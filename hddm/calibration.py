@@ -51,7 +51,7 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
-from hddm.conditions import within
+from hddm.classes import within
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, sent, to_float64

@@ -7,7 +7,7 @@ arXiv:2501.05450, section 3.2). An expert of noise or of clean images counts too
 predicts to a velocity (`VelocityField.guided`). A strategy (`hddm.routers`) sets small weights to 0, and
 experts of weight 0 do not run.
 
-Classes are numbered together, by name, and each expert gets them in its own numbering (`hddm.conditions`).
+Classes are numbered together, by name, and each expert gets them in its own numbering (`hddm.classes`).
 
 A router sees no condition. Where p(k | class) is known, samples of a class are routed by
 
@@ -38,19 +38,9 @@ from dataclasses import field as dataclass_field
 import torch
 from torch import Tensor
 
-from hddm.conditions import (
-    LABELS,
-    SETTINGS,
-    Guidance,
-    Inputs,
-    JointClasses,
-    can_guide,
-    check_label_range,
-    check_names,
-    check_rows,
-    join_classes,
-    within,
-)
+from hddm.classes import JointClasses, check_label_range, join_classes, within
+from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_names, check_rows
+from hddm.guidance import Guidance
 from hddm.networks.offload import in_best_order
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
 from hddm.routers import (
@@ -288,7 +278,7 @@ class Ensemble:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes of all experts (`hddm.conditions.join_classes`), empty where none has any."""
+        """Names of the classes of all experts (`hddm.classes.join_classes`), empty where none has any."""
         return self.joint.names
 
     @property

@@ -8,6 +8,7 @@ Random numbers of samples are initial noise, the number that draws an expert, an
 in the order in which diffusers' pipelines draw it. `Latents` are states that the caller provides.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hddm.conditions import LABELS, SETTINGS, Conditions, Guidance, Inputs, check_names
+from hddm.conditions import LABELS, SETTINGS, Conditions, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.guidance import Guidance
 from hddm.routers import Choice
 from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
@@ -67,25 +69,36 @@ class Generated:
     """
 
     def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
-        self._generators = generators
+        self._generators, self._num, self._shape, self._latents = generators, num, shape, latents
+
+    @functools.cached_property
+    def _first(self) -> tuple[Tensor, Tensor]:
+        """Initial noise, and the draws of experts, which are drawn when the first of them is needed.
+
+        So a call that is refused leaves the caller's generators as they were.
+        """
+        generators, num, shape, latents = self._generators, self._num, self._shape, self._latents
         if isinstance(generators, Sequence):
-            pairs = [(_normal(shape, one), _uniform((), one)) for one in generators]
-            x, self._draws = (torch.stack(values) for values in zip(*pairs, strict=True))
-        else:
-            x = _normal((num, *shape), generators) if latents is None else latents
-            self._draws = _uniform((num,), generators)
-        self._x = x if latents is None else latents
+            x, draws = [], []
+            for one in generators:
+                x.append(_normal(shape, one))
+                draws.append(_uniform((), one))
+            return torch.stack(x) if latents is None else latents, torch.stack(draws)
+        noise = _normal((num, *shape), generators) if latents is None else latents
+        return noise, _uniform((num,), generators)
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        if self._x.shape[1:] == shape:
-            return self._x[list(numbers)]
+        noise, _ = self._first
+        if noise.shape[1:] == shape:
+            return noise[list(numbers)]
         return torch.stack([_normal(shape, self._of(i)) for i in numbers])
 
     def _of(self, number: int) -> torch.Generator | None:
         return self._generators[number] if isinstance(self._generators, Sequence) else self._generators
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
-        return self._draws[list(numbers)]
+        _, draws = self._first
+        return draws[list(numbers)]
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
         if isinstance(self._generators, Sequence):
@@ -121,6 +134,26 @@ class NotFinite(HddmError):
     """Samples that are NaN or Inf."""
 
 
+def state_dtype(model: Ensemble) -> torch.dtype:
+    """Dtype of states and samples: the model's, float32 at least."""
+    return torch.promote_types(model.dtype, torch.float32)
+
+
+def shape_of(model: Ensemble, expert: int, shape: Shape | None = None) -> Shape:
+    """Shape (C, H, W) of a sample of this expert, or ``shape`` if it is one.
+
+    Raises:
+        HddmError: where neither is known, and for other channels than the model's.
+    """
+    own = model.sample_shape if model.are_alike() else model.experts[expert].sample_shape
+    found = shape or own
+    if found is None:
+        raise HddmError("this model does not record the shape of a sample: pass shape=(C, H, W)")
+    if own is not None and (len(found) != len(own) or found[0] != own[0]):
+        raise HddmError(f"`shape` {tuple(found)}: samples of this model have {own[0]} channels, as {own}")
+    return found
+
+
 @dataclass(frozen=True)
 class Plan:
     """How samples are drawn, with every default filled in; `hddm.sampling.plan` makes it."""
@@ -152,7 +185,7 @@ class Plan:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of states and samples."""
-        return torch.promote_types(self.model.dtype, torch.float32)
+        return state_dtype(self.model)
 
     def shape_of(self, expert: int) -> tuple[int, ...]:
         """Shape (C, H, W) of a sample of this expert.
@@ -160,13 +193,7 @@ class Plan:
         Raises:
             HddmError: where neither the plan nor the model knows it, and for other channels than the model's.
         """
-        one = self.model if self.model.are_alike() else self.model.experts[expert]
-        if (found := self.shape or one.sample_shape) is None:
-            raise HddmError("this model does not record the shape of a sample: pass shape=(C, H, W)")
-        own = one.sample_shape
-        if own is not None and (len(found) != len(own) or found[0] != own[0]):
-            raise HddmError(f"`shape` {tuple(found)}: samples of this model have {own[0]} channels, as {own}")
-        return found
+        return shape_of(self.model, expert, self.shape)
 
     def start(self, numbers: Sequence[int], rows: Tensor, expert: int) -> tuple[Tensor, float]:
         """States (n, C, H, W) that samples begin with, on the CPU, and their time.

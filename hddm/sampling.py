@@ -9,31 +9,22 @@ from generators of its own. The batch size changes rounding only, which a hard c
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hddm.conditions import (
-    LABELS,
-    Conditions,
-    Guidance,
-    check_labels,
-    check_names,
-    check_rows,
-    class_indices,
-    flat_labels,
-)
+from hddm.classes import class_indices
+from hddm.conditions import LABELS, Conditions, check_names, check_rows
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.guidance import OPTIONS, Guidance
 from hddm.networks.offload import is_offloaded
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.routers import Choice
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
-from hddm.settings import SampleSettings, SamplingSettings
 from hddm.solvers import (
     DEFAULT_SOLVER,
     DEFAULT_STEPS,
@@ -47,22 +38,6 @@ from hddm.solvers import (
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
-
-
-def plan_arguments(settings: SamplingSettings) -> dict[str, Any]:
-    """Arguments of `plan` for samples with these settings."""
-    names = ("strategy", "solver", "steps", "shift", "expert", "router_every")
-    own = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    return own | {"guidance": guidance_of(settings)}
-
-
-def guidance_of(settings: SamplingSettings) -> Guidance:
-    """Guidance of samples with these settings."""
-    guidance = Guidance(settings.guidance_scale, by=settings.guide_by)
-    if isinstance(settings, SampleSettings):
-        interval, rescale = settings.guidance_interval, settings.guidance_rescale
-        guidance = replace(guidance, channels=settings.cfg_channels, interval=interval, rescale=rescale)
-    return guidance
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
@@ -136,21 +111,12 @@ def check_effects(model: Ensemble, expert: int | None, guidance: Guidance, route
         if reason:
             raise HddmError(f"`router_every` {router_every}: {reason}, and no router; drop it")
     if guidance.scale == 1:
-        for field, option in _OF_GUIDANCE.items():
+        for field, option in OPTIONS.items():
             value = getattr(guidance, field)
             if value != getattr(Guidance(1.0), field):
                 text = "has no effect at `guidance_scale` 1; set a scale, or drop it"
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise HddmError(f"`{option}` {shown}: {text}")
-
-
-_OF_GUIDANCE = {
-    "by": "guide_by",
-    "channels": "cfg_channels",
-    "interval": "guidance_interval",
-    "rescale": "guidance_rescale",
-}
-"""Options that are nothing without guidance, by their fields in `Guidance`."""
 
 
 def plan(
@@ -164,7 +130,7 @@ def plan(
     guidance: float | Guidance = 1.0,
     router_every: int = 1,
     shape: tuple[int, ...] | None = None,
-    noise: Noise = Seeded(),  # noqa: B008 - it holds a number alone
+    noise: Noise | Callable[[], Noise] = Seeded(),  # noqa: B008 - it holds a number alone
     picture: Callable[[int], Picture | None] = lambda expert: None,
     times: Tensor | None = None,
 ) -> Plan:
@@ -182,7 +148,7 @@ def plan(
         router_every: call the router at every n-th call of the velocity, which Heun's method makes twice per
             step, and use its last answer in between; for strategies that call it.
         shape: (C, H, W) of a sample, where it is not the model's.
-        noise: see `hddm.running`.
+        noise: see `hddm.running`; or a function that returns it, called once all else is decided.
         picture: the picture to start from, and the region of it to keep; see `hddm.editing`.
         times: in place of ``steps`` and ``shift``.
 
@@ -225,7 +191,17 @@ def plan(
     if alone is not None:
         alone.refuse_beyond(times)
     return Plan(
-        model, expert, solver, solver_name, grid_steps, times, guidance, noise, shape, picture, router_every
+        model=model,
+        expert=expert,
+        solver=solver,
+        solver_name=solver_name,
+        grid_steps=grid_steps,
+        times=times,
+        guidance=guidance,
+        noise=noise() if callable(noise) else noise,
+        shape=shape,
+        picture=picture,
+        router_every=router_every,
     )
 
 
@@ -398,18 +374,14 @@ def sample(
     planned.model.refuse_kinds(range(len(planned.model.experts)) if expert is None else [expert])
     for branch in (conditions, negative or {}):
         check_names(branch, planned.model.conditions)
-    labels = conditions.get(LABELS)
-    if labels is not None and not isinstance(labels, Tensor):
-        flat = flat_labels(labels)
-        is_named = any(isinstance(label, str) for label in flat)
-        conditions[LABELS] = class_indices(flat, planned.model.classes) if is_named else torch.tensor(flat)
+    if conditions.get(LABELS) is not None:
+        # A prompt that names no class has the label for none, and brings its prior.
+        has_prior = prior is not None
+        conditions[LABELS] = class_indices(conditions[LABELS], planned.model.classes, has_prior)
     given, against = (
         {name: torch.as_tensor(value) for name, value in branch.items()}
         for branch in (conditions, negative or {})
     )
-    if prior is None:
-        # A prompt that names no class has a label beyond them.
-        check_labels(given, planned.model.classes)
     numbers = range(start, start + num)
     groups = batches(planned, numbers, Conditions(given, against, prior), batch_size)
     samples = torch.empty(num, *planned.shape_of(expert or 0), dtype=planned.dtype)
@@ -441,6 +413,6 @@ def integrate(
     Raises:
         HddmError: as `plan` and `hddm.running.run`.
     """
-    planned = plan(model, times=times, noise=Latents(x=x.cpu()), **options)
+    planned = plan(model, times=times, noise=Latents(x=x.cpu()), shape=tuple(x.shape[1:]), **options)
     batch = Batch.of(len(x), conditions or Conditions(), None if expert is None else expert.cpu())
-    return run(replace(planned, shape=tuple(x.shape[1:])), batch, on_step)
+    return run(planned, batch, on_step)

@@ -15,15 +15,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
+from hddm.guidance import Guidance, GuideBy, Interval
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
-from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, parse_record
+from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, Share, parse_record
 
 Returned = TypeVar("Returned")
 Report = Callable[[str], object]
 """Takes lines about what is done, as the command line prints them."""
 
 Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,6 @@ def _check_device(name: str) -> None:
 
 DeviceName = Annotated[str, _checked(_check_device)]
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
-GuideBy = Literal["condition", "weak"]
 SolverName = Literal["euler", "heun", "adams-moulton"]
 """Keys of `hddm.solvers.SOLVERS`."""
 PredictionName = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
@@ -158,15 +158,6 @@ def _whole_amount(text: Any) -> Any:
     if isinstance(text, str) and not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE):
         raise PydanticCustomError("byte_size", "not an amount of memory")
     return text
-
-
-def _check_interval(interval: tuple[float, float]) -> None:
-    if not 0 <= interval[0] <= interval[1] <= 1:
-        raise HddmError("must be two t, 0 <= low <= high <= 1")
-
-
-Interval = Annotated[tuple[float, float], _checked(_check_interval)]
-"""Two noise levels, 0 <= low <= high <= 1."""
 
 
 class Computing(Described):
@@ -182,8 +173,8 @@ class Computing(Described):
     """Hold the weights of the experts' linear layers in int8, by torchao."""
 
 
-class SamplingSettings(Described):
-    """How samples are drawn: the options of ``hddm sample`` that requests to a service have, too."""
+class SamplingMethod(Described):
+    """How samples are drawn from a model: what ``hddm sample`` and requests to a service have in common."""
 
     steps: Positive | None = None
     """Solver steps. Default: 25, or a distilled student's own."""
@@ -191,13 +182,34 @@ class SamplingSettings(Described):
     """Strategy: draw, commit-X, full, top-K, threshold-X or nucleus-X. Default: the ensemble's."""
     solver: SolverName | None = None
     """ODE solver. Default: adams-moulton; euler for a distilled student, `mask` and `edit_from`."""
+    shift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Shift of the time grid; 1 is even. Default: the model's own."""
+    router_every: Positive = 1
+    """Network calls per call of the router."""
     guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Guidance scale; 1 is no guidance."""
     guide_by: GuideBy = "condition"
     """Guide away from the unconditional prediction or from each expert's weak model."""
+    cfg_channels: Positive | None = None
+    """Number of channels to guide, such as 3 for DiT. Default: all."""
+    guidance_interval: Annotated[Interval, Shown("LOW HIGH")] = (0.0, 1.0)
+    """Noise levels t that are guided."""
+    guidance_rescale: Share = 0.0
+    """Strength of rescaling to the unguided standard deviation, 0 to 1."""
+
+    @property
+    def guidance(self) -> Guidance:
+        """The options of guidance as one."""
+        return Guidance(**{name: getattr(self, option) for name, option in GUIDANCE_OPTIONS.items()})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of `hddm.sampling.plan`."""
+        names = ("steps", "strategy", "solver", "shift", "router_every", "guidance")
+        return {name: getattr(self, name) for name in names}
 
 
-class SampleSettings(Computing, SamplingSettings):
+class SampleSettings(Computing, SamplingMethod):
     """Options of ``hddm sample``, as recorded beside the images.
 
     Image i, counted from ``start``, depends on ``seed`` and i alone, not on the batch size.
@@ -229,16 +241,6 @@ class SampleSettings(Computing, SamplingSettings):
     """Text that describes `init_image`, to edit it to `prompt`."""
     expert: Annotated[int, Field(ge=0)] | None = None
     """Index of an expert to use alone, without the router."""
-    router_every: Positive = 1
-    """Network calls per call of the router."""
-    shift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Shift of the time grid; 1 is even. Default: the model's own."""
-    cfg_channels: Positive | None = None
-    """Number of channels to guide, such as 3 for DiT. Default: all."""
-    guidance_interval: Annotated[Interval, Shown("LOW HIGH")] = (0.0, 1.0)
-    """Noise levels t that are guided."""
-    guidance_rescale: Share = 0.0
-    """Strength of rescaling to the unguided standard deviation, 0 to 1."""
     batch_size: Positive = 64
     """Images computed together; it affects rounding only."""
     offload: Literal["none", "ram", "disk"] = "none"
@@ -247,6 +249,11 @@ class SampleSettings(Computing, SamplingSettings):
     """Limit of weights on the device with `offload`, such as 6GB. Default: room for one expert."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
+
+    @property
+    def labels(self) -> list[str]:
+        """Class names or numbers, one by one."""
+        return [] if self.class_labels is None else [one.strip() for one in self.class_labels.split(",")]
 
     @property
     def numbers(self) -> range:

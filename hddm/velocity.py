@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
-from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_label_range, check_names, check_rows
-from hddm.conditions import Guidance as Guidance
+from hddm.classes import check_label_range
+from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_names, check_rows
+from hddm.guidance import Guidance as Guidance
 from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, choose, one_line

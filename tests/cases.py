@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.conditions import join_classes
+from hddm.classes import join_classes
 from hddm.ensemble import Part
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.velocity import VelocityField

@@ -10,7 +10,7 @@ from torch import Tensor
 import hddm
 from benchmarks.outputs.digests import Outputs
 from benchmarks.outputs.workshop import TIMES, Workshop, noise, states
-from hddm.velocity import Guidance
+from hddm.guidance import Guidance
 from tests.cases import BETAS
 from tests.checkpoint_files import SD_BETAS, dit, text_unet
 from tests.oracles import BoundedNetwork

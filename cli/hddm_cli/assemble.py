@@ -56,7 +56,7 @@ def assemble(
         restore(Path(router))
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
-    from hddm.conditions import join_classes
+    from hddm.classes import join_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly import change
     from hddm.experts.compatibility import read_entries

@@ -10,7 +10,7 @@ from hddm.calibration import calibration_record
 from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_unstated
 from hddm.checkpoints.sources import resolve_conventions, with_shift
-from hddm.conditions import join_classes
+from hddm.classes import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import (

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hddm.settings import Share
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Count, OpenRecord
+from hddm.utils.records import Count, OpenRecord, Share
 from hddm.utils.streams import Use, generator, stream
 
 Features = NDArray[np.float64]

@@ -30,9 +30,8 @@ from hddm.evaluation.measures import (
     precision_recall,
     within_conditions,
 )
-from hddm.settings import Share
 from hddm.utils.progress import Progress
-from hddm.utils.records import Count, OpenRecord
+from hddm.utils.records import Count, OpenRecord, Share
 
 _BATCH = 512
 RECOGNISED = 0.9

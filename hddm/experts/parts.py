@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hddm.conditions import join_classes
+from hddm.classes import join_classes
 from hddm.ensemble import Part, numbered_by_first, numbered_vaes
 from hddm.experts.compatibility import (
     Entry,

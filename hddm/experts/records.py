@@ -56,7 +56,7 @@ NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
 WEAK_FILE = "weak.safetensors"
-"""Weights of an early step of the training, in bfloat16, to guide by (`hddm.velocity.Guidance`)."""
+"""Weights of an early step of the training, in bfloat16, to guide by (`hddm.guidance.Guidance`)."""
 _ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, TOPIC, WEIGHTS, WEAK_FILE, *_ADAPTER, "config.json")
 """Files of an expert folder that are read, besides its record."""

@@ -23,9 +23,10 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
+from hddm.conditions import LABELS, Conditions, Inputs, check_names
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
+from hddm.guidance import Guidance
 from hddm.networks.families import family_of
 from hddm.networks.wrappers import TEXT_CONDITIONS, family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of

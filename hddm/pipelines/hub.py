@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from hddm.conditions import join_classes
+from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, table
 from hddm.evaluation.results import Result, ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline

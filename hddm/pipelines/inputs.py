@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
-from hddm.conditions import LABELS, Conditions, Labels, check_labels, class_indices
+from hddm.classes import Labels, class_indices
+from hddm.conditions import LABELS, Conditions
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
@@ -67,9 +68,10 @@ class Encoding(Offloading):
             negatives = None
         has_labels = class_labels is not None or LABELS in given
         self._refuse_unread(texts, negatives, has_labels, TEXT_TOKENS in given)
+        if LABELS in given:
+            given[LABELS] = class_indices(given[LABELS], self.ensemble.classes)
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
-        check_labels(given, self.ensemble.classes)
         if texts is not None:
             tokens, pooled = self._embed(texts)
             _add(given, tokens)

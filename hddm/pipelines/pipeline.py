@@ -4,7 +4,7 @@ import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from hddm.conditions import Labels
+from hddm.classes import Labels
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
+from hddm.guidance import Guidance
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
@@ -27,11 +28,21 @@ from hddm.networks.vae import vae_class
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, Vae, repeated
 from hddm.pipelines.parts import DtypeOfParts, dtypes_of, parts_for_loader, read_parts
-from hddm.running import Generated, Generators, Latents, Noise, Plan, Seeded, gathered, run
+from hddm.running import (
+    Generated,
+    Generators,
+    Latents,
+    Noise,
+    Plan,
+    Seeded,
+    gathered,
+    run,
+    shape_of,
+    state_dtype,
+)
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, restore
-from hddm.velocity import Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -314,7 +325,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             num_images_per_prompt: images per prompt or class.
             batch_size: number of prompts or classes, if all are the same or there are none.
             num_inference_steps: solver steps; by default 25, or a student's own.
-            guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
+            guidance_scale: 1 for none, or a `hddm.guidance.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.routers`.
             expert: use this expert only, instead of a strategy.
             solver: see `hddm.solvers`.
@@ -348,24 +359,11 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             strategy=strategy,
             guidance=guidance,
             router_every=router_every,
+            noise=lambda: self._noise(num, expert, seed, start, generator, latents),
         )
-        of_one_kind = {"latents": latents is not None, "edit_from": edit_from is not None}
-        of_one_kind["output_type"] = output_type != "pil"
+        of_one_kind = {"edit_from": edit_from is not None, "output_type": output_type != "pil"}
         self.check_output(expert, output_type != "latent", of_one_kind)
         is_apart = self.is_apart(expert)
-        shape = () if is_apart else how.shape_of(expert or 0)
-        latents = None if latents is None else latents.to(how.dtype)
-        if latents is not None and latents.shape != (num, *shape):
-            raise HddmError(f"latents have shape {tuple(latents.shape)}; {num} images need {(num, *shape)}")
-        if seed is not None and generator is not None:
-            raise HddmError("pass a seed or a generator, not both")
-        if start and seed is None:
-            raise HddmError(f"start {start} counts the images of a seed; pass one")
-        if seed is None:
-            noise: Noise = Generated(generator, num, shape, latents)
-        else:
-            noise = Seeded(seed) if latents is None else Latents(seed, start, x=latents)
-        how = replace(how, noise=noise)
         use = ExpertUse(len(self.ensemble.experts))
         images: Any = [None] * num
 
@@ -395,6 +393,36 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             for row, one in zip(rows.tolist(), of_kind, strict=True):
                 images[row] = one
         return HDDMPipelineOutput(images, use) if return_dict else (images,)
+
+    def _noise(
+        self,
+        num: int,
+        expert: int | None,
+        seed: int | None,
+        start: int,
+        generator: Generators,
+        latents: Tensor | None,
+    ) -> Noise:
+        """Random numbers of ``num`` images; the other arguments are those of a call.
+
+        Raises an `HddmError` for latents of another shape, and for arguments that exclude each other.
+        """
+        if seed is not None and generator is not None:
+            raise HddmError("pass a seed or a generator, not both")
+        if start and seed is None:
+            raise HddmError(f"start {start} counts the images of a seed; pass one")
+        is_apart = self.is_apart(expert)
+        if is_apart and latents is not None:
+            raise UsageError("`latents`: these experts make samples of several kinds; use one `expert`")
+        shape = () if is_apart else shape_of(self.ensemble, expert or 0)
+        if latents is not None:
+            latents = latents.to(state_dtype(self.ensemble))
+            if latents.shape != (num, *shape):
+                needed = (num, *shape)
+                raise HddmError(f"latents have shape {tuple(latents.shape)}; {num} images need {needed}")
+        if seed is None:
+            return Generated(generator, num, shape, latents)
+        return Seeded(seed) if latents is None else Latents(seed, start, x=latents)
 
     def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""

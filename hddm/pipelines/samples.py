@@ -17,7 +17,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.conditions import LABELS, Conditions, check_labels, class_indices
+from hddm.classes import class_indices
+from hddm.conditions import LABELS, Conditions
 from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.evaluation.expert_use import ExpertUse
@@ -27,7 +28,7 @@ from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.running import Batch, Plan, Seeded, run
-from hddm.sampling import batches, guidance_of, plan_arguments
+from hddm.sampling import batches
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
@@ -120,7 +121,7 @@ def sample_to_folder(
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
     begin = Begin(image, mask, settings.strength, settings.resampling_steps, settings.edit_from)
-    return pipeline.plan(begin, **plan_arguments(settings), noise=Seeded(settings.seed))
+    return pipeline.plan(begin, expert=settings.expert, **settings.arguments, noise=Seeded(settings.seed))
 
 
 def _what_runs(settings: SampleSettings, how: Plan) -> dict[str, Any]:
@@ -139,8 +140,7 @@ def _say_unused(settings: SampleSettings) -> None:
 
     Not where ``start`` is above 0: such a run may be a part of a longer one.
     """
-    labels = settings.class_labels.split(",") if settings.class_labels else []
-    for name, number in (("prompt", len(settings.prompts)), ("class_labels", len(labels))):
+    for name, number in (("prompt", len(settings.prompts)), ("class_labels", len(settings.labels))):
         if settings.start == 0 and number > settings.num_images:
             text = f"the last {number - settings.num_images} of {number} make no image"
             warnings.warn(f"`{name}`: {text}, as `num_images` is {settings.num_images}", stacklevel=3)
@@ -325,24 +325,25 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guidance, path = guidance_of(settings), settings.conditions
+    path = settings.conditions
     classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
     tensors = {} if path is None else read_safetensors(path)
-    with errors_as(HddmError, f"`conditions` {path}"):
-        check_labels(tensors, classes)
+    if LABELS in tensors:
+        with errors_as(HddmError, f"`conditions` {path}"):
+            tensors[LABELS] = class_indices(tensors[LABELS], classes)
     against = {
         name.removeprefix(NEGATIVE): tensors.pop(name) for name in [*tensors] if name.startswith(NEGATIVE)
     }
     labels = None
-    if settings.class_labels is not None:
+    if settings.labels:
         with errors_as(UsageError, f"`class_labels` {settings.class_labels}"):
-            labels = class_indices([part.strip() for part in settings.class_labels.split(",")], classes)
+            labels = class_indices(settings.labels, classes)
     with errors_as(UsageError):
         found = pipeline.encode(
             settings.prompts or None,
             labels,
             settings.negative_prompt,
-            guidance.by_condition,
+            settings.guidance.by_condition,
             conditions=tensors,
             negative_conditions=against,
         )

@@ -41,11 +41,12 @@ from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.guidance import Interval
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run
-from hddm.sampling import batches, guidance_of, plan, plan_arguments
+from hddm.sampling import batches, plan
 from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob
-from hddm.settings import Limits, SamplingSettings, ServeSettings, StrategyName
+from hddm.settings import Limits, SamplingMethod, ServeSettings, StrategyName
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.records import WHOLE, Seed, parse_record
@@ -77,7 +78,7 @@ FAILED = Refusal(500, "the service failed; its log says why")
 log = logging.getLogger(__name__)
 
 
-class ImageRequest(SamplingSettings):
+class ImageRequest(SamplingMethod):
     """Body of a request for images.
 
     Its image i is image ``start`` + i of ``hddm sample`` with the same settings.
@@ -100,6 +101,8 @@ class ImageRequest(SamplingSettings):
     start: Seed = 0
     strategy: Annotated[StrategyName, Field(max_length=40)] | None = None
     guidance_scale: Annotated[float, Field(ge=-LARGEST_GUIDANCE, le=LARGEST_GUIDANCE)] = 1.0
+    # A list of JSON is a pair, too.
+    guidance_interval: Annotated[Interval, Field(strict=False)] = (0.0, 1.0)
     negative_prompt: Prompt | None = None
 
 
@@ -285,8 +288,8 @@ class Front:
         pipeline, prompt = self.pipeline, wanted.prompt
         labels = [prompt] if prompt in pipeline.ensemble.classes else None
         texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
-        conditions = pipeline.encode(texts, labels, wanted.negative_prompt, guidance_of(wanted).by_condition)
-        how = plan(self.ensemble, **plan_arguments(wanted), expert=expert, noise=Seeded(wanted.seed))
+        conditions = pipeline.encode(texts, labels, wanted.negative_prompt, wanted.guidance.by_condition)
+        how = plan(self.ensemble, **wanted.arguments, expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.max_steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         pieces = list[Piece]()
@@ -321,9 +324,9 @@ class Front:
             given, negative = batch.conditions.given, batch.conditions.negative
             shared = how.model.conditions_by_expert(how.guidance, negative, given)
             guidance, *conditions = shared[k]
-            settings = {"steps": how.grid_steps, "shift": how.model.shift, "solver": how.solver_name}
+            times = tuple(how.times.tolist())
             seed = cast(Seeded, how.noise).seed
-            job = SampleJob(seed, tuple(batch.numbers), settings | {"guidance": guidance}, *conditions)
+            job = SampleJob(seed, tuple(batch.numbers), times, how.solver_name, guidance, *conditions)
             return await self._ask(k, job)
         is_left = False
 

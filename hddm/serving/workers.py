@@ -22,13 +22,14 @@ from torch import Tensor
 from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
+from hddm.guidance import Guidance
 from hddm.networks.offload import StoredNetwork
 from hddm.running import Batch, Latents, Seeded, run
 from hddm.sampling import plan
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import available_device
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import VelocityField
 
 LULL = 0.005
 """Seconds that an idle worker waits for more jobs, so that simultaneous jobs become one batch."""
@@ -61,15 +62,18 @@ class SampleJob:
 
     seed: int
     indices: tuple[int, ...]
-    how: Mapping[str, Any]
-    """Arguments of `hddm.sampling.plan`."""
+    times: tuple[float, ...]
+    """As in `hddm.running.Plan`."""
+    solver: str
+    guidance: Guidance
     negative: Tensors
     conditions: Tensors
 
     @property
     def like(self) -> Hashable:
         """Equal for jobs that can be computed together."""
-        return SampleJob, tuple(self.how.items()), _shapes(self.negative), _shapes(self.conditions)
+        how = (self.times, self.solver, self.guidance)
+        return SampleJob, how, _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -209,7 +213,8 @@ class Worker:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
             x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
-            how = plan(expert, **first.how, noise=Latents(x=x))
+            times = torch.tensor(first.times, dtype=torch.float64)
+            how = plan(expert, times=times, solver=first.solver, guidance=first.guidance, noise=Latents(x=x))
             own = Batch.of(len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long))
             # When all clients of a batch have left, it ends.
             values = run(how, own, stop=lambda: all(one.done.done() for one in batch))

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Generic, Literal, Never, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from hddm.settings import READ, Described, Positive, PredictionName, Share, Shown, StrategyName
+from hddm.settings import READ, Described, Positive, PredictionName, Shown, StrategyName
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
-from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, PositiveNumber, Record, Seed, parse_record
+from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, PositiveNumber, Record, Seed, Share, parse_record
 
 # Depth, width and heads.
 _WIDTHS = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}

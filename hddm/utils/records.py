@@ -84,6 +84,8 @@ Count = Annotated[int, Field(ge=0, le=10**12)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed of random numbers, or the number of a sample (`hddm.utils.streams`)."""
 LARGEST = 1e9
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A part of a whole, from 0 to 1."""
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Any finite number above zero; `AboveZero` is for what networks multiply by."""
 AboveZero = Annotated[float, Field(gt=0, le=LARGEST)]

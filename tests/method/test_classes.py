@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hddm.conditions import join_classes
+from hddm.classes import join_classes
 from hddm.ensemble import Ensemble
 from hddm.running import pick_experts
 from hddm.sampling import sample

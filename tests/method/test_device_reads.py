@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hddm.calibration import Calibration, Moments
 from hddm.conditions import LABELS, Conditions
 from hddm.ensemble import Ensemble
+from hddm.guidance import Guidance
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.routers import Router
 from hddm.running import run
 from hddm.sampling import batches, plan
 from hddm.schedules import LinearSchedule, Schedule
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import VelocityField
 from tests.cases import case_named, in_parts
 from tests.ensemble_files import FLOW
 

@@ -14,11 +14,12 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
+from hddm.guidance import Guidance
 from hddm.running import Seeded
 from hddm.sampling import sample
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import VelocityField
 from tests.cases import LINEAR, ConditionSum
 from tests.checkpoint_files import DDPM_BETAS, dit, pipeline
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.guidance import Guidance
 from hddm.running import NotFinite, Seeded, pick_experts
 from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import VelocityField
 from tests.artefacts import refusal
 from tests.cases import LINEAR, Case, ConditionSum, case_named, in_parts, oracle_field
 from tests.oracles import GaussianMixture, exact_router
@@ -192,7 +193,7 @@ def test_samples_are_float32_of_the_asked_shape() -> None:
         ({"solver": "dpm"}, "euler, heun, adams-moulton"),
         ({"expert": 1}, "`expert` 1: choose from 0 to 0"),
         ({"strategy": "best"}, "unknown strategy"),
-        ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
+        ({"class_labels": torch.zeros(3).long()}, "3 rows for 2"),
         ({"num": 0}, "`num` 0: must be 1 or more"),
         ({"shape": (3, 2, 2)}, r"`shape` \(3, 2, 2\): samples of this model have 1 channels"),
     ],
@@ -306,7 +307,7 @@ def _warned(ensemble: Ensemble, **conditions: Tensor) -> list[str]:
 
 
 def test_a_warning_comes_where_what_to_draw_from_is_not_known_and_only_there() -> None:
-    labels, text = {"class_labels": torch.zeros(2)}, {"encoder_hidden_states": torch.zeros(2, 1)}
+    labels, text = {"class_labels": torch.zeros(2).long()}, {"encoder_hidden_states": torch.zeros(2, 1)}
     both = ("class_labels", "encoder_hidden_states")
     known = {"class_prior": [[1, 1, 1]]}
     unknown = " not decide which expert makes an image, only the shares do"

@@ -15,13 +15,13 @@ import hddm
 from hddm.ensemble import Ensemble
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert
+from hddm.guidance import Guidance
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import sample_to_folder
 from hddm.settings import Computing
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
-from hddm.velocity import Guidance
 from tests.artefacts import Command, copied, refusal
 from tests.cases import in_parts
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.conditions import Guidance
+from hddm.guidance import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.workers import VelocityJob, Worker
 from hddm.settings import ServeSettings

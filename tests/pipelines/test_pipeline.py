@@ -11,12 +11,12 @@ from torch import Tensor
 import hddm
 from hddm.conditions import Conditions
 from hddm.data.images import to_bytes
+from hddm.guidance import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Seeded
 from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance
 from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts
 
 STEPS = {"num_inference_steps": 4}

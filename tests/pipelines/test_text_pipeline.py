@@ -13,10 +13,10 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import hddm
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert
+from hddm.guidance import Guidance
 from hddm.pipelines.parts import Offloading
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance
 from tests.artefacts import Command, refusal
 from tests.ensemble_files import (
     flow_expert,
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
         "condition 'encoder_hidden_states' has 2 rows for 3 samples",
     ),
-    "classes": ({"prompt": "a", "class_labels": 0}, "no class 0; the model's classes are none"),
+    "classes": ({"prompt": "a", "class_labels": 0}, "no expert takes both; pass one of the two"),
 }
 
 

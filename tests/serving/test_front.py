@@ -132,14 +132,23 @@ def front(classes: Path) -> Front:
 
 
 DRAW, GUIDED = {"strategy": "draw"}, {"guidance_scale": 3.0}
+FULL = {"strategy": "full", "router_every": 2}
 DOG, TWO, CAT = {"class_labels": "dog"}, {"class_labels": "2"}, {"prompts": ("a cat",)}
 NEGATIVE = {"negative_prompt": "a dog", **GUIDED}
+RESCALED = GUIDED | {
+    "guidance_interval": [0.1, 0.8],
+    "guidance_rescale": 0.5,
+    "cfg_channels": 1,
+    "shift": 3.0,
+}
 WAYS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "classes": [
         ({"prompt": "dog"}, DOG),
         ({"prompt": "dog", **GUIDED, **DRAW}, DOG | GUIDED | DRAW),
         ({"prompt": "dog", "start": 7, "solver": "euler"}, DOG | {"start": 7, "solver": "euler"}),
         ({"prompt": "dog", "model": "ensemble/2"}, DOG | {"expert": 2}),
+        ({"prompt": "dog", **RESCALED, **DRAW}, DOG | RESCALED | DRAW),
+        ({"prompt": "dog", **RESCALED, **FULL}, DOG | RESCALED | FULL),
         ({"prompt": ""}, {}),
     ],
     "text": [
