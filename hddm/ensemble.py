@@ -4,7 +4,7 @@
 
 With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of all the data (DDM,
 arXiv:2501.05450, section 3.2). An expert of noise or of clean images counts too: its field converts what it
-predicts to a velocity (`VelocityField.guided`). A strategy (`hddm.routers`) sets small weights to 0, and
+predicts to a velocity (`VelocityField.guided`). A strategy (`hddm.strategies`) sets small weights to 0, and
 experts of weight 0 do not run.
 
 Classes are numbered together, by name, and each expert gets them in its own numbering (`hddm.classes`).
@@ -38,20 +38,15 @@ from dataclasses import field as dataclass_field
 import torch
 from torch import Tensor
 
+from hddm.choice import Choice
 from hddm.classes import JointClasses, check_label_range, join_classes, within
 from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_names, check_rows
 from hddm.guidance import Guidance
 from hddm.networks.offload import in_best_order
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
-from hddm.routers import (
-    Choice,
-    PromptRouter,
-    Strategy,
-    Topic,
-    answer_of,
-    given_condition,
-    sparse_weights,
-)
+from hddm.prompt_router import PromptRouter, Topic
+from hddm.routers import answer_of, given_condition
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import to_float64
 from hddm.velocity import VelocityField, check_states, check_times, misfit_of
@@ -101,7 +96,7 @@ class Ensemble:
     Args:
         experts: velocity fields on the common path, one per shard, or a `Part` for each.
         router: ``router(x_t, t)`` to probabilities (batch, K). Not needed for ``draw``, or for one domain.
-        strategy: see `hddm.routers`; can be set later. The default is valid for any number of experts; an
+        strategy: see `hddm.strategies`; can be set later. The default is valid for any number of experts; an
             ensemble loaded from a folder uses the one recorded there.
         prior: p(k) (K,) in any unit, in place of the parts' weights: ``draw`` draws from it, and the
             correction by class divides by it. Values of a domain's experts add up.
@@ -566,7 +561,7 @@ class Ensemble:
         strategy = self._strategy
         if strategy.kind == "commit" and (t > strategy.value).all():
             strategy = Strategy("full")
-        if self.num_domains > 1 and strategy.kind in ("draw", "commit"):
+        if self.num_domains > 1 and strategy.keeps_one:
             raise HddmError(
                 f"strategy {self.strategy!r} keeps one expert per sample: pass expert= indices, or use "
                 "hddm.sample, which draws them"
@@ -580,7 +575,7 @@ class Ensemble:
         probabilities = answer_of(self.router, x_t, t, len(self.experts), may_be_nan)
         if shares is not None:
             probabilities = given_condition(probabilities, self.prior, shares)
-        return sparse_weights(self.at(t, probabilities), strategy)
+        return strategy.weights(self.at(t, probabilities))
 
     def at(self, t: Tensor, weights: Tensor) -> Tensor:
         """``weights`` (batch, K), moved within each domain to the expert that covers t (batch,)."""

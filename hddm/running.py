@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from hddm.choice import Choice
 from hddm.conditions import LABELS, SETTINGS, Conditions, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.guidance import Guidance
-from hddm.routers import Choice
 from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream

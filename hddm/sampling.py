@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hddm.choice import Choice
 from hddm.classes import class_indices
 from hddm.conditions import LABELS, Conditions, check_names, check_rows
 from hddm.editing import Picture
@@ -23,7 +24,6 @@ from hddm.evaluation.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
 from hddm.networks.offload import is_offloaded
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.routers import Choice
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -142,7 +142,7 @@ def plan(
         solver: a name or a function, see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for
             students of few steps, with a mask and in edits.
         shift: see `time_grid`.
-        strategy: instead of the ensemble's own; see `hddm.routers`.
+        strategy: instead of the ensemble's own; see `hddm.strategies`.
         expert: use this expert alone; at times outside its range, the other expert of its domain runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         router_every: call the router at every n-th call of the velocity, which Heun's method makes twice per

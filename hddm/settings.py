@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
 from hddm.guidance import Guidance, GuideBy, Interval
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
 from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, Share, parse_record
 
@@ -108,36 +109,12 @@ def _refuse_unknown(
             raise UsageError(f"{function.__name__} takes no argument {name!r}{did_you_mean(name, known)}")
 
 
-def parse_strategy(name: str) -> tuple[str, float]:
-    """Kind and value of ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9``, ``commit-0.8``, ``draw``.
-
-    Raises:
-        HddmError: for another name, a k below 1 or an x outside (0, 1].
-    """
-    kind, _, value = name.partition("-")
-    if name in ("full", "draw"):
-        return kind, 0.0
-    if kind == "top" and value.isdecimal() and int(value) >= 1:
-        return kind, int(value)
-    if kind in ("threshold", "nucleus", "commit"):
-        try:
-            share = float(value)
-        except ValueError:
-            share = float("nan")
-        if 0 < share <= 1:
-            return kind, share
-    raise HddmError(
-        f"unknown strategy {name!r}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
-        "(K = 1, 2, …), full, or draw"
-    )
-
-
 def _checked(parse: Callable[[Any], object]) -> AfterValidator:
     return AfterValidator(lambda value: (parse(value), value)[1])
 
 
-StrategyName = Annotated[str, _checked(parse_strategy)]
-"""Name of a strategy, such as ``nucleus-0.9``; see `hddm.routers`."""
+StrategyName = Annotated[str, _checked(Strategy.parse)]
+"""Name of a strategy, such as ``nucleus-0.9``; see `hddm.strategies`."""
 
 
 def _check_device(name: str) -> None:

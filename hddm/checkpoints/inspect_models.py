@@ -25,7 +25,7 @@ from hddm.experts.parts import parts_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS, empty_network
-from hddm.routers import Topic
+from hddm.prompt_router import Topic
 from hddm.schedules import DiscreteSchedule, Schedule, from_config
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, counted

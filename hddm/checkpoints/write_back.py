@@ -22,7 +22,7 @@ from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
 from hddm.networks.families import known_family, layouts
 from hddm.networks.prompts import encoder_classes, index_content, several_in, zeros_in
 from hddm.networks.vae import MODEL_INDEX
-from hddm.routers import TOPIC
+from hddm.prompt_router import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, choose

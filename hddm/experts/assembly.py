@@ -60,8 +60,8 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.vae import MODEL_INDEX
-from hddm.routers import Strategy
 from hddm.settings import AssemblySettings, keywords
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, damage, read_record, refuse_damaged

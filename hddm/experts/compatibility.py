@@ -17,7 +17,7 @@ from hddm.data.shard_records import overlap
 from hddm.experts.ensemble_folders import Member, label
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_facts
 from hddm.networks.identity import UnreadVae, VaeRecord
-from hddm.routers import Topic
+from hddm.prompt_router import Topic
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import read_yaml
 from hddm.utils.records import WHOLE, composed

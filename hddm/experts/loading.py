@@ -46,8 +46,9 @@ from hddm.experts.records import (
 )
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
-from hddm.routers import MomentsRouter, Router, Strategy
+from hddm.routers import MomentsRouter, Router
 from hddm.settings import DtypeName
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
 from hddm.utils.records import WHOLE

@@ -33,7 +33,7 @@ from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.prompts import several_in, texts_facts
 from hddm.networks.vae import read_config, vae_facts
-from hddm.routers import Topic
+from hddm.prompt_router import Topic
 from hddm.utils.errors import UsageError
 from hddm.utils.files import inside
 from hddm.velocity import VelocityField

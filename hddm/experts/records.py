@@ -27,7 +27,7 @@ from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import NetworkWrapper
-from hddm.routers import TOPIC, Topic
+from hddm.prompt_router import TOPIC, Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import link_or_copy, write_json

@@ -1,4 +1,4 @@
-"""Description of an expert by its captions, which routes prompts to it (`hddm.routers.PromptRouter`)."""
+"""Description of an expert by its captions, by which `hddm.prompt_router.PromptRouter` routes prompts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, 
 from hddm.experts.records import read_facts
 from hddm.networks.prompts import read_texts, several_in, texts_facts
 from hddm.networks.text_encoder import embed, read_tokenizer
-from hddm.routers import TOPIC, Topic, TopicRecord
+from hddm.prompt_router import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress

@@ -23,6 +23,7 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
+from hddm.choice import Choice
 from hddm.conditions import LABELS, Conditions, Inputs, check_names
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
@@ -30,7 +31,6 @@ from hddm.guidance import Guidance
 from hddm.networks.families import family_of
 from hddm.networks.wrappers import TEXT_CONDITIONS, family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
-from hddm.routers import Choice
 from hddm.running import pick_experts, posterior_of
 from hddm.sampling import blind_draw
 from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, flow_steps, from_diffusers

@@ -326,7 +326,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             batch_size: number of prompts or classes, if all are the same or there are none.
             num_inference_steps: solver steps; by default 25, or a student's own.
             guidance_scale: 1 for none, or a `hddm.guidance.Guidance`.
-            strategy: instead of the ensemble's own; see `hddm.routers`.
+            strategy: instead of the ensemble's own; see `hddm.strategies`.
             expert: use this expert only, instead of a strategy.
             solver: see `hddm.solvers`.
             router_every: call the router only at every n-th call of the velocity.

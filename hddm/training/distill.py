@@ -31,7 +31,7 @@ from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, field_of, jo
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
-from hddm.routers import Strategy
+from hddm.strategies import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.mean_flow import CAPTION, MeanFlow
@@ -127,7 +127,7 @@ def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | 
     facts, is_alone = opened.facts, len(opened.experts) == 1
     if facts.router is None and not is_alone:
         raise HddmError(f"{folder}: `teacher` routed needs its router, and it has none; use `teacher` shard")
-    keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
+    keeps_one = Strategy.parse(facts.strategy).keeps_one
     if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else facts.strategy)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Generic, Literal, Never, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from hddm.settings import READ, Described, Positive, PredictionName, Shown, StrategyName
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, PositiveNumber, Record, Seed, Share, parse_record
@@ -200,7 +201,7 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
     def _fits_its_teacher(self) -> "DistillFields[Open]":
         if self.strategy is not None and self.teacher == "shard":
             raise ValueError(f"`strategy` {self.strategy}: is for `teacher` routed; choose that, or drop it")
-        if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
+        if self.strategy is not None and Strategy.parse(self.strategy).keeps_one:
             raise ValueError(f"`strategy` {self.strategy}: keeps one expert per sample; use full")
         if self.sampling_steps is None and self.guidance_scale != 1:
             text = f"`guidance_scale` {self.guidance_scale:g} is for a student of few steps"

@@ -15,7 +15,7 @@ from hddm.experts.assembly import assemble, change
 from hddm.experts.topics import describe_topic, topic_of
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.routers import SPREAD, PromptRouter, Topic
+from hddm.prompt_router import SPREAD, PromptRouter, Topic
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, printed, refusal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Part
-from hddm.routers import Strategy, sparse_weights
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import refusal
@@ -251,7 +251,7 @@ def test_a_class_is_routed_by_the_posterior_of_its_own_shares(label: int, strate
     exact = exact_router(SHARDS, shares)(x_t, t)
     given = {"class_labels": torch.full((21,), label)}
     found = _of_classes(strategy).weights(x_t, t, conditions=given)
-    torch.testing.assert_close(found, sparse_weights(exact, Strategy.parse(strategy)), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, Strategy.parse(strategy).weights(exact), rtol=1e-9, atol=1e-12)
 
 
 def test_a_class_whose_shards_the_router_excludes_is_still_made_by_them() -> None:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from hddm.calibration import Moments
 from hddm.ensemble import Ensemble
-from hddm.routers import MomentsRouter, Router, Strategy, sparse_weights
+from hddm.routers import MomentsRouter, Router
 from hddm.schedules import CosineSchedule, LinearSchedule
+from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import ConditionSum
@@ -51,9 +52,9 @@ def _random_rows(sharpness: float) -> Tensor:
 @pytest.mark.parametrize("sharpness", [0.1, 5.0])
 def test_weights_equal_the_definition(name: str, sharpness: float) -> None:
     p = _random_rows(sharpness)
-    weights = sparse_weights(p, Strategy.parse(name))
+    weights = Strategy.parse(name).weights(p)
     torch.testing.assert_close(weights, _definition(p, name), rtol=1e-12, atol=1e-15)
-    narrow = sparse_weights(p.float(), Strategy.parse(name))
+    narrow = Strategy.parse(name).weights(p.float())
     torch.testing.assert_close(narrow, _definition(p.float(), name).float())
 
 
@@ -62,20 +63,20 @@ def test_ties_go_to_the_lower_index(name: str) -> None:
     # Eighths are exact in binary: every sum is exactly what it reads.
     rows = [[1, 1, 2, 2, 2], [2, 2, 2, 1, 1], [4, 1, 1, 1, 1], [1, 4, 1, 1, 1], [0, 4, 0, 4, 0]]
     p = torch.tensor(rows, dtype=torch.float64) / 8
-    weights = sparse_weights(p, Strategy.parse(name))
+    weights = Strategy.parse(name).weights(p)
     torch.testing.assert_close(weights, _definition(p, name))
 
 
 def test_a_nucleus_that_reaches_its_share_exactly_takes_no_more() -> None:
     p = torch.tensor([[0.5, 0.4, 0.1], [0.1, 0.4, 0.5], [0.25, 0.5, 0.25]])
-    weights = sparse_weights(p, Strategy.parse("nucleus-0.5"))
+    weights = Strategy.parse("nucleus-0.5").weights(p)
     assert weights.tolist() == [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
 
 
 def test_a_threshold_includes_its_own_value_in_single_precision() -> None:
     p = torch.tensor([[0.1, 0.2, 0.7]])
-    assert (sparse_weights(p, Strategy.parse("threshold-0.1")) > 0).all()
-    assert (sparse_weights(p, Strategy.parse("threshold-0.2")) > 0).tolist() == [[False, True, True]]
+    assert (Strategy.parse("threshold-0.1").weights(p) > 0).all()
+    assert (Strategy.parse("threshold-0.2").weights(p) > 0).tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +94,11 @@ def test_an_unknown_strategy_is_refused(name: str) -> None:
 def test_more_experts_than_there_are_and_strategies_without_weights_are_refused() -> None:
     p = torch.full((2, 3), 1 / 3)
     with pytest.raises(HddmError, match="top-4 needs 4 experts and there are 3"):
-        sparse_weights(p, Strategy.parse("top-4"))
+        Strategy.parse("top-4").weights(p)
     with pytest.raises(HddmError, match="and has no weights"):
-        sparse_weights(p, Strategy.parse("draw"))
-    sparse_weights(p, Strategy.parse("top-3"))
-    assert sparse_weights(torch.tensor([[2.0, 6.0]]), Strategy.parse("full")).tolist() == [[0.25, 0.75]]
+        Strategy.parse("draw").weights(p)
+    Strategy.parse("top-3").weights(p)
+    assert Strategy.parse("full").weights(torch.tensor([[2.0, 6.0]])).tolist() == [[0.25, 0.75]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
