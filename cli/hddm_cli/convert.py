@@ -63,7 +63,7 @@ def convert(
     pickles = [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")
     for file in [source] if source.is_file() and source.suffix != ".json" else pickles:
         refuse_pickle(file, settings.allow_pickle)
-    from hddm import convert as turn
+    from hddm.checkpoints.convert import convert as turn
 
     checks = {"data": options.data, "verify": not options.no_verify, "dry_run": dry_run}
     turn(source, out, settings=settings, overwrite=overwrite, report=say, **checks)

@@ -27,8 +27,8 @@ def evaluate(
     """
     if out is not None:
         check_result_file(out, overwrite)
-    from hddm import evaluate as measure
     from hddm.evaluation.compare import summary
+    from hddm.evaluation.evaluate import evaluate as measure
     from hddm.evaluation.results import Result, ResultGroup
     from hddm.utils.errors import shown
     from hddm.utils.progress import Progress

@@ -58,7 +58,7 @@ def expert(
     if init is not None:
         refuse_fixed(settings, schedule)
     refuse_unfinished(out, run, overwrite)
-    from hddm import train
+    from hddm.training.continuation import train
 
     start = {"init": init, "schedule": schedule}
     train(shard, out, settings=settings, run=run, overwrite=overwrite, report=say, **start)
