@@ -79,7 +79,8 @@ def router(
 
     from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
     from hddm.training.loop import summary_of
-    from hddm.training.router import accuracy_text, train_router
+    from hddm.training.router import train_router
+    from hddm.training.router_accuracy import accuracy_text
     from hddm.utils.progress import TrainingProgress
     from hddm.utils.records import read_record
 

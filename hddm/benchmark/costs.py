@@ -24,7 +24,7 @@ from hddm.calibration import LEVELS, STATES
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
 from hddm.experts.loading import load
 from hddm.experts.records import ROUTER_FILE, read_router
-from hddm.training.router import NOISED
+from hddm.training.router_temperatures import NOISED
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress, heard
 from hddm.utils.records import EXPERT_FILE

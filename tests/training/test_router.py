@@ -17,16 +17,9 @@ from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import temperature_at
 from hddm.training import router as router_training
-from hddm.training.router import (
-    Evidence,
-    accuracy_of,
-    calibrate_router,
-    expected_calibration_error,
-    fit_temperatures,
-    held_out,
-    is_better_than_chance,
-    train_router,
-)
+from hddm.training.router import held_out, train_router
+from hddm.training.router_accuracy import Evidence, accuracy_of, is_better_than_chance
+from hddm.training.router_temperatures import calibrate_router, expected_calibration_error, fit_temperatures
 from tests.artefacts import Command, contents, pixels_of, router_settings, with_pixels, write_images
 from tests.oracles import GaussianMixture, exact_router
 
