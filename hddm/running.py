@@ -20,7 +20,7 @@ from hddm.choice import Choice
 from hddm.conditions import LABELS, SETTINGS, Conditions, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
 from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError

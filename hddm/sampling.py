@@ -20,7 +20,7 @@ from hddm.classes import class_indices
 from hddm.conditions import LABELS, Conditions, check_names, check_rows
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
 from hddm.networks.offload import is_offloaded
 from hddm.networks.wrappers import TEXT_CONDITIONS

@@ -21,7 +21,7 @@ from hddm.classes import class_indices
 from hddm.conditions import LABELS, Conditions
 from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.inputs import Begin

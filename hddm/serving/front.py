@@ -40,7 +40,7 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.guidance import Interval
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import planned, read_cycles
 from hddm.running import Batch, Plan, run

@@ -9,7 +9,7 @@ from torch import Tensor
 from hddm.conditions import LABELS, Conditions
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.running import Seeded
 from hddm.sampling import sample, time_grid
 from hddm.schedules import CosineSchedule

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.running import Seeded, pick_experts
 from hddm.sampling import integrate, sample, time_grid
 from hddm.utils.errors import HddmError

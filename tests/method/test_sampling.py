@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
 from hddm.running import NotFinite, Seeded, pick_experts
 from hddm.sampling import integrate, plan, sample, time_grid

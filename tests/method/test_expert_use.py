@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
-from hddm.evaluation.expert_use import ExpertUse
+from hddm.expert_use import ExpertUse
 from hddm.sampling import sample
 from tests.cases import ConditionSum
 
