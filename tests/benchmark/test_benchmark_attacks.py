@@ -15,7 +15,6 @@ from hddm.benchmark.file import BenchmarkFile, read_benchmark
 from hddm.benchmark.lines import Line, RunCommand, Settings
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import read_results
-from hddm.utils.errors import HddmError
 from hddm.utils.records import parse_record
 from hddm.utils.work import Work
 from hddm_cli.app import run_words
@@ -252,16 +251,10 @@ def test_held_out_without_such_images_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train  expert", "train expert ", "train expert --batch-size 4"])
-def test_defaults_of_a_verb_that_is_spelt_oddly_are_used_or_refused(
-    verb: str, data: Path, tmp_path: Path
-) -> None:
+def test_defaults_of_a_verb_that_is_spelt_oddly_are_refused(verb: str, data: Path, tmp_path: Path) -> None:
     steps = {**SMALL["steps"], "single": "train expert $all/shard_0 --objective flow --steps 2"}
-    defaults = {"sample": SMALL["defaults"]["sample"], verb: "--ema-decay 0.5"}
-    try:
-        plan = plan_of(data, tmp_path, defaults=defaults, steps=steps)
-    except HddmError:
-        return
-    assert plan.steps["single"].values["ema_decay"] == 0.5
+    told = refusal(plan_of, data, tmp_path, defaults={verb: "--ema-decay 0.5"}, steps=steps)
+    assert told == f"defaults of {verb!r}: name the verb alone, as 'train expert'"
 
 
 def test_a_file_of_settings_that_a_step_names_comes_before_defaults_and_the_seed(

@@ -227,5 +227,5 @@ def test_killed_again_and_again_it_comes_to_the_same_results(
     process = in_a_process(live, miniature.file, out, miniature.data, None)
     process.join()
     assert process.exitcode == 0
-    assert kills >= 5
+    assert kills
     assert without_times(read_results(out)) == without_times(miniature.results)
