@@ -30,8 +30,6 @@ from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import read_yaml
 from hddm.utils.records import Record, Seed, parse_record
 
-_TAKEN = ("jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
-"""Names in the output folder that no step can have."""
 _OF_SEED = re.compile(r"seed_\d+")
 _PRESETS = Path(__file__).with_name("presets")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -39,6 +37,8 @@ MOST_SEEDS, MOST_ROWS, MOST_WORKERS = 1_000, 1_000, 1_000
 """Bounds of one benchmark, far above any that anybody runs."""
 RESERVED = ("data", "out", "seed")
 """Names that stand for the user's folder, for what a step writes and for the training seed."""
+TAKEN = (*RESERVED, "jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
+"""Names that no step or value can have, besides ``seed_<n>``; most are in the output folder."""
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -185,18 +185,20 @@ class BenchmarkFile(Record):
     @model_validator(mode="after")
     def _names_what_there_is(self) -> "BenchmarkFile":
         """Refuse names and seeds that would go unnoticed or fail late."""
-        taken = (*RESERVED, *_TAKEN)
         if both := sorted(self.steps.keys() & self.values):
             raise ValueError(f"{both[0]!r} is both a step and a value; rename one")
         for name in (*self.steps, *self.values):
-            if name in taken or _OF_SEED.fullmatch(name):
+            # Some disks do not tell capitals from small letters.
+            if name.lower() in TAKEN or _OF_SEED.fullmatch(name.lower()):
                 raise ValueError(f"{name!r} is taken by the benchmark itself; choose another name")
             if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None:
                 text = "cannot be the name of a step or value; use letters, digits, - and _"
                 raise ValueError(f"{name!r} {text}")
-            alike = [one for one in self.steps if one != name and one.lower() == name.lower()]
-            if alike:
-                raise ValueError(f"steps {name!r} and {alike[0]!r} are one folder on some disks; rename one")
+        by_folder: dict[str, str] = {}
+        for name in self.steps:
+            other = by_folder.setdefault(name.lower(), name)
+            if other != name:
+                raise ValueError(f"steps {other!r} and {name!r} are one folder on some disks; rename one")
         sizes = [len(table.rows or self.rows) * table.variations for table in self.tables.values()]
         if sum(sizes) > MOST_ROWS:
             raise ValueError(

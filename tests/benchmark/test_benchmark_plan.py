@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hddm.benchmark.file import BenchmarkFile, preset_names, read_benchmark
+from hddm.benchmark.file import TAKEN, BenchmarkFile, preset_names, read_benchmark
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
 from hddm.utils.work import Work
@@ -116,7 +116,9 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
         ({"evaluate": {"reference": "$all", "features": "classifier"}}, "evaluate.held_out: is required"),
         ({"confirmation_seeds": [0]}, "seed 0 is in both"),
         ({"values": {"all": 1}}, "'all' is both a step and a value"),
-        ({"steps": {**CONTENT["steps"], "ALL": "data digits"}}, "are one folder on some disks"),
+        ({"steps": {**CONTENT["steps"], "ALL": "data digits"}}, "'all' and 'ALL' are one folder on some"),
+        ({"steps": {**CONTENT["steps"], "Jobs": "data digits"}}, "'Jobs' is taken"),
+        ({"steps": {**CONTENT["steps"], "SEED_1": "data digits"}}, "'SEED_1' is taken"),
         ({"tables": {}}, "tables"),
         ({"tables": {"models": {"vary": {"steps": []}}}}, "vary.steps"),
         (
@@ -134,6 +136,16 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
 )
 def test_what_a_file_gets_wrong_is_told(change: dict[str, Any], message: str) -> None:
     assert message in refusal(file, **change)
+
+
+def test_a_value_may_have_the_name_of_a_step_in_capitals() -> None:
+    assert file(values={**CONTENT["values"], "SINGLE": 1}).values["SINGLE"] == 1
+
+
+def test_the_guide_names_all_names_that_are_taken() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "own-benchmark.md").read_text()
+    (listed,) = re.findall(r"\(Names that are taken: (.*?)\.\)", guide, re.DOTALL)
+    assert set(re.findall(r"`(.*?)`", listed)) == {*TAKEN, "seed_<n>"}
 
 
 @pytest.mark.parametrize(
