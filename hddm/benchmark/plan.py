@@ -165,7 +165,7 @@ class SeedPlan:
             raise HddmError("names no model; write $NAME of a step, or a folder")
         (source,) = own.given["source"]
         model = self._model(source)
-        is_one = model.kind.is_alone or (Path(model.name) / EXPERT_FILE).is_file()
+        is_one = model.kind.is_alone or (not model.verb and _is_expert(model))
         varied = {key: one for key, one in change.items() if not is_one or key not in _ROUTED}
         texts = [f"{one} steps" if key == "steps" else one for key, one in varied.items()]
         is_named = len(table.rows or self.file.rows) > 1 or not texts
@@ -260,6 +260,9 @@ class SeedPlan:
             own = read_yaml(Path(path))
             further = Line(line.verb, {name: one for name, one in further.given.items() if name not in own})
         return line.or_else(further)
+def _is_expert(model: Step) -> bool:
+    """True for the folder of one expert, which no step wrote or which is within that of a step."""
+    return bool(model.inputs) or (Path(model.name) / EXPERT_FILE).is_file()
 
 
 def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hddm.benchmark.file import preset_names
 from hddm.benchmark.lines import Line, Settings, names_in, placed
 from hddm.utils.errors import HddmError
 from hddm.utils.files import is_draft, remove, sha256_of
@@ -66,8 +67,15 @@ INPUTS = "inputs"
 
 
 _MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE)
-_NAMES = {("assemble", "router"): ("moments",), ("evaluate", "features"): ("auto", "inception", "classifier")}
+_NAMES = {
+    ("assemble", "router"): ("moments",),
+    ("benchmark", "which"): tuple(preset_names()),
+    ("evaluate", "features"): ("auto", "inception", "classifier"),
+    ("partition", "features"): ("pixels", "dinov2", "clip"),
+}
 """Parameters that are a path or one of these names, by verb."""
+_ON_HUB = {("partition", "features")}
+"""Those of them that may also name a model on the hub."""
 
 
 class Contents:
@@ -118,16 +126,17 @@ def _files_in(path: Path) -> list[tuple[str, Path | None]]:
     if path.is_file():
         return [(path.name, path)]
     found: list[tuple[str, Path | None]] = []
-    seen = set[str]()
+    seen: dict[str, str] = {}
     for place, folders, files in os.walk(path, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
+        here = _text_of(Path(place).relative_to(path))
+        first = seen.setdefault(os.path.realpath(place), here)
+        if first != here:
             # A circle, or a folder that is linked twice.
-            found.append((f"{Path(place).relative_to(path).as_posix()} -> {real}", None))
+            found.append((f"{here} -> {first}", None))
             folders.clear()
             continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not _is_cache(name)]
+        # In one order everywhere, since the first of several links to a folder stands for it.
+        folders[:] = sorted(name for name in folders if not _is_cache(name))
         for name in files:
             one = Path(place, name)
             if not _is_cache(name) and one.is_file():
@@ -189,16 +198,24 @@ class Step:
         """What its verb gets, by parameter."""
         return self.settings.values
 
-    @property
+    @cached_property
     def sources(self) -> list[Path]:
         """Paths that it reads and that no step writes."""
         found = []
         for name, value in self.values.items():
-            known = _NAMES.get((self.verb, name))
-            if name in self.settings.inputs or (known is not None and value not in known):
+            if self._is_path(name, value):
                 values = value if isinstance(value, list | tuple) else [value]
                 found += [Path(one) for one in values if isinstance(one, str | Path)]
         return [path for path in found if not self._names(str(path))]
+
+    def _is_path(self, name: str, value: Any) -> bool:
+        """True if the parameter ``name`` has paths that are read for its ``value``."""
+        if name in self.settings.inputs:
+            return True
+        known = _NAMES.get((self.verb, name))
+        if known is None or value is None or value in known:
+            return False
+        return (self.verb, name) not in _ON_HUB or Path(value).exists()
 
     def refuse_missing(self) -> None:
         """Refuse paths that it reads and that neither are there nor are written by a step."""
@@ -222,27 +239,25 @@ class Step:
         seen = {}
         for name, value in self.values.items():
             if name not in _FREE:
-                seen[name] = self._identified(value, name in self.settings.inputs)
+                seen[name] = self._identified(value)
         return hash_of([NUMERICS, self.verb, seen])
 
-    def _identified(self, value: Any, is_input: bool) -> Any:
+    def _identified(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            pairs = []
-            for key, one in value.items():
-                pairs.append([self._identified(key, False), self._identified(one, is_input)])
+            pairs = [[self._identified(key), self._identified(one)] for key, one in value.items()]
             return sorted(pairs, key=repr)
         if isinstance(value, list | tuple):
-            return [self._identified(one, is_input) for one in value]
+            return [self._identified(one) for one in value]
         if not isinstance(value, str | Path):
             return value
         text = str(value)
         if self._names(text):
             return self._placed_identities(text)
-        if isinstance(value, Path) and is_input:
-            # Verbs call experts by the names of their folders.
-            return [self.contents.of(value), value.name]
-        # Some options take a name or a path, such as the features of an evaluation.
-        return [text, self.contents.of(Path(text))] if os.path.exists(text) else text
+        # Any other text that happens to be a path in the working folder is not read.
+        if os.path.abspath(text) not in map(os.path.abspath, self.sources):
+            return text
+        # Verbs call experts by the names of their folders; options such as --share name one of those experts.
+        return [self.contents.of(Path(text)), value.name if isinstance(value, Path) else text]
 
     def _placed_identities(self, text: str) -> str:
         """A text with the identities of its inputs; the last part of a path is a name that verbs record."""

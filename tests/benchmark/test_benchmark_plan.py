@@ -1,6 +1,7 @@
 """What a benchmark's file may say, and the command lines and names that follow from it."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,35 @@ def test_what_a_row_or_a_key_gets_wrong_is_told_before_anything_runs(
     assert message in refusal(check)
 
 
+def test_folders_of_the_working_folder_decide_nothing_about_steps(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those that are called as an option's value nor those that are called as a step."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        "train expert $parts/shard_0 --objective flow",
+        "partition $data/train --shards 2 --features clip",
+        "partition $data/train --shards 2 --features owner/name",
+        "sample $flow --prompt cat",
+        "evaluate $alone --reference $all --features classifier --save-classifier kept.safetensors",
+    ]
+    table = {"models": {"rows": [MIXED], "vary": {"strategy": ["draw", "full"]}}}
+    before = [_identity(data, line) for line in lines]
+    for name in ("flow", "clip", "cat", "kept.safetensors", "classifier"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "expert.json").write_text("{}")
+    assert [_identity(data, line) for line in lines] == before
+    assert [row.name for row in _plan(data, tables=table).rows] == ["draw", "full"]
+
+
+def test_an_expert_within_a_step_has_no_strategy_to_vary(data: Path) -> None:
+    table = {"models": {"vary": {"strategy": ["draw", "full"]}}}
+    rows = {"a": "$mixed/experts/0"}
+    (row,) = _plan(data, rows=rows, compare={}, budgets={}, tables=table).rows
+    assert row.samples.values["strategy"] is None
+
+
 def test_rows_of_one_slug_or_of_none_have_folders_of_their_own(data: Path) -> None:
     rows = {
         "a b": "$flow",
@@ -311,6 +341,32 @@ def test_changed_data_is_noticed_however_it_is_named(
     (tmp_path / "photos" / "test" / "columns" / "00.png").write_bytes(b"another")
     after = [_identity(data, line, **more) for line in lines]
     assert [one != other for one, other in zip(before, after, strict=True)] == [True] * len(lines)
+
+
+def test_shares_belong_to_the_content_of_experts_of_one_name(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities = []
+    for place, contents in (("here", "ab"), ("there", "ba")):
+        for name, content in zip(("one", "two"), contents, strict=True):
+            (tmp_path / place / name / "x").mkdir(parents=True)
+            (tmp_path / place / name / "x" / "expert.json").write_text(content)
+        monkeypatch.chdir(tmp_path / place)
+        experts = "one/x two/x" if place == "here" else "two/x one/x"
+        identities.append(_identity(data, f"assemble {experts} --share one/x=0.9 --share two/x=0.1"))
+    assert identities[0] != identities[1]
+
+
+def test_a_folder_that_is_linked_twice_is_the_same_wherever_it_lies(data: Path, tmp_path: Path) -> None:
+    identities = []
+    for place, names in (("one", "abc"), ("two", "cba")):
+        images = tmp_path / place / "train"
+        shutil.copytree(data / "train", images)
+        (images / "rows").rename(tmp_path / place / "rows")
+        for name in names:
+            (images / name).symlink_to(tmp_path / place / "rows")
+        identities.append(_identity(tmp_path / place, "partition $data/train --shards 2"))
+    assert identities[0] == identities[1]
 
 
 def test_without_a_folder_of_images_data_is_told(data: Path) -> None:
