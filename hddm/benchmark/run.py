@@ -287,17 +287,16 @@ def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     started, printed = time.perf_counter(), io.StringIO()
     if step.kind.is_training:
         wait_for_run(step.path)
-    if not step.kind.is_seeded:
+    if not step.kind.continues:
         # Of a start that was killed before it could record this step.
         for remains in step.written.values():
             remove(remains)
     step.path.parent.mkdir(parents=True, exist_ok=True)
     step.link_inputs()
     with _started(step, printed), heard(report):
-        # Of equal steps only options that change no result can differ from those of the interrupted start.
-        more = ["--resume"] if step.kind.is_seeded else []
-        more += ["--allow-config-change"] if step.kind.is_training else []
-        run([*step.command(), *more])
+        # What began with other data or settings would be continued after a kill as if it were of these.
+        step.refuse_changed()
+        run([*step.command(), *step.kind.continues])
         if not step.result.exists():
             raise HddmError("wrote nothing; a step of a benchmark writes a file or folder")
         try:

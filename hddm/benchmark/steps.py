@@ -28,7 +28,9 @@ class StepKind(NamedTuple):
     """What a benchmark knows of a verb of hddm."""
 
     is_seeded: bool = False
-    """It gets ``--seed``, and continues with ``--resume`` after it was killed."""
+    """It gets ``--seed``."""
+    continues: tuple[str, ...] = ()
+    """Options with which it goes on after it was killed, whatever `_FREE` parameters it had before."""
     is_alone: bool = False
     """It writes one network, which has no strategy and no router."""
     is_training: bool = False
@@ -41,15 +43,17 @@ class StepKind(NamedTuple):
     """Further progress for each image that it is trained on, or makes."""
 
 
+_TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"))
 STEP_KINDS = {
-    "train expert": StepKind(is_seeded=True, is_alone=True, is_training=True, units_an_image=3.0),
-    "train router": StepKind(is_seeded=True, is_training=True, units_an_image=0.4),
-    "train all": StepKind(is_seeded=True, is_uncounted=True),
-    "distill": StepKind(is_seeded=True, is_alone=True, is_training=True, units_an_image=3.0),
+    "train expert": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
+    "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
+    "train all": _TRAINING._replace(is_uncounted=True),
+    "distill": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
     "convert": StepKind(is_alone=True, is_uncounted=True),
     "calibrate": StepKind(is_alone=True, units=10_000),
     "merge": StepKind(is_alone=True),
-    "sample": StepKind(is_seeded=True, units_an_image=25.0),
+    # Images of another device are not continued but replaced.
+    "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
     "data old-model": StepKind(is_uncounted=True, units=30_000),

@@ -3,7 +3,8 @@
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from hddm.utils.records import parse_record
 from hddm.utils.work import Work
 from hddm_cli.app import run_words
 from hddm_cli.lines import LINES
-from tests.artefacts import refusal
+from tests.artefacts import killing, refusal, write_images
 from tests.benchmark_files import inline, life, run_inline, write_sides
+from tests.killed_runs import in_a_process
 
 pytestmark = pytest.mark.integration
 SMALL: dict[str, Any] = {
@@ -265,6 +267,46 @@ def test_a_file_of_settings_that_a_step_names_comes_before_defaults_and_the_seed
     steps = {**SMALL["steps"], "single": f"train expert $all/shard_0 --config {config}"}
     values = plan_of(data, tmp_path / "jobs", steps=steps).steps["single"].values
     assert (values["steps"], values["seed"]) == (9, 7)
+
+
+# What decides no result may change between a kill and the next start.
+
+
+@pytest.mark.parametrize("moment", [("os.rename", "00000-00001.done"), None], ids=["killed", "not recorded"])
+def test_samples_of_another_device_are_no_hindrance(
+    moment: tuple[str, str] | None, jobs: Path, data: Path
+) -> None:
+    rows = {"single": "$single --num-images 14 --batch-size 4 --device cpu"}
+    plan = plan_of(data, jobs, rows=rows)
+    step = plan.rows[0].samples
+    step.link_inputs()
+    words = [*step.command(), "--device", "cpu:0"]
+    process = in_a_process(_sample, words, moment)
+    process.join()
+    assert process.exitcode == (0 if moment is None else -9)
+    run._do(step, run_words, lambda part: None)
+    assert step.is_done
+    assert json.loads((step.path / "sampling.json").read_text())["device"] == "cpu"
+
+
+def _sample(words: list[str], moment: tuple[str, str] | None) -> None:
+    if moment is not None:
+        sys.addaudithook(killing(*moment))
+    run_words(words)
+
+
+def test_experts_of_all_shards_go_on_with_other_threads(jobs: Path, data: Path, tmp_path: Path) -> None:
+    line = "train all --shards $all --size tiny --objective flow --steps 2 --batch-size 8"
+    of_threads = {}
+    for threads in (1, 2):
+        steps = {**SMALL["steps"], "every": f"{line} --threads {threads} --parallel {threads}"}
+        of_threads[threads] = plan_of(data, jobs, steps=steps).steps["every"]
+    before, step = of_threads[1], of_threads[2]
+    assert before.identity == step.identity
+    before.link_inputs()
+    run_words(before.command())
+    run._do(step, run_words, lambda part: None)
+    assert step.is_done
 
 
 # 9. A command and a link in OUT that lead to another row's samples.

@@ -273,6 +273,10 @@ def _identity(data: Path, line: str, **steps: str) -> str:
         ("sample $mixed --shift 1e0 --device cpu", "sample $mixed --shift 1"),
         ("train expert $parts/shard_1 --objective flow --no-random-flip", None),
         ("partition $data/train --shards 2 --cache somewhere", "partition $data/train --shards 2"),
+        (
+            "train all --shards $parts --objective flow --steps 2 --parallel 2 --retries 0",
+            "train all --shards $parts --objective flow --steps 2 --ray local",
+        ),
     ],
 )
 def test_the_spelling_of_a_line_decides_nothing(one: str, other: str | None, data: Path) -> None:
