@@ -53,17 +53,12 @@ class Lines:
             for param in command.params:
                 if param.required or given.get(param.name) is not None:
                     values[param.name] = param.process_value(context, given.get(param.name))
-            config = values.get("config")
-            if config is not None and "$" in str(config):
-                text = "is read before any step runs, so no step can write it"
-                raise HddmError(f"--config {config}: {text}; name a file that is there")
             made_of = getattr(command.callback, "made_of", None)
-            records = {} if made_of is None else made_of(values, config)
+            records = {} if made_of is None else made_of(values, values.get("config"))
         values = {param.name: values.get(param.name, param.get_default(context)) for param in command.params}
         for record in records.values():
             values |= dict(record)
-        # What a file of settings says is in the values.
-        values.pop("config", None)
+        values = {name: value for name, value in values.items() if name not in _OWN}
         return Settings(values, frozenset(_read(command.callback) & values.keys()))
 
 

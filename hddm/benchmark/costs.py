@@ -80,19 +80,15 @@ class TrainingCost(NamedTuple):
     """Of one of the teacher's trajectories, which a student of few steps learns from."""
 
 
-def count_training(words: Sequence[str], run: RunCommand) -> TrainingCost:
-    """Count a training step of a command line."""
-    one, two = (_count_batch(words, run, size) for size in (1, 2))
+def count_training(words: Sequence[str], run: RunCommand, is_of_few_steps: bool = False) -> TrainingCost:
+    """Count a training step of a command line, which may be of a student of few steps."""
+    trajectories = _TRAJECTORIES if is_of_few_steps else 0
+    one, two = (_count_batch(words, run, size, trajectories) for size in (1, 2))
     image, update = two.step - one.step, 2 * one.step - two.step
-    if not _draws_trajectories(words):
+    if not trajectories:
         return TrainingCost(image, update)
-    more = _count_batch(words, run, 1, 2 * _TRAJECTORIES)
-    return TrainingCost(image, update, (more.before - one.before) // _TRAJECTORIES)
-
-
-def _draws_trajectories(words: Sequence[str]) -> bool:
-    """True for the training of a student of few steps."""
-    return "--sampling-steps" in words
+    more = _count_batch(words, run, 1, 2 * trajectories)
+    return TrainingCost(image, update, (more.before - one.before) // trajectories)
 
 
 class _Counted(NamedTuple):
@@ -102,9 +98,7 @@ class _Counted(NamedTuple):
     """One step, forward, backward and update."""
 
 
-def _count_batch(
-    words: Sequence[str], run: RunCommand, batch_size: int, trajectories: int = _TRAJECTORIES
-) -> _Counted:
+def _count_batch(words: Sequence[str], run: RunCommand, batch_size: int, trajectories: int) -> _Counted:
     totals: list[int] = []
 
     def hear(part: float) -> None:
@@ -114,7 +108,7 @@ def _count_batch(
                 raise _Enough
 
     length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
-    if _draws_trajectories(words):
+    if trajectories:
         length += ["--trajectories", str(trajectories)]
     # What is measured on the way would fall between the counted steps.
     if words[:2] != ["train", "router"]:
@@ -144,7 +138,7 @@ def cost_key(step: Step) -> str:
     """
     if not step.kind.is_training:
         return hash_of(["cost", step.identity])
-    values = {name: value for name, value in step.values.items() if name not in ("seed", "out")}
+    values = {name: value for name, value in step.values.items() if name not in ("seed", "config")}
     paths = {name: str(one.path) for name, one in step.inputs.items()}
     shapes = {name: _shape_of(value, paths, step.contents) for name, value in values.items()}
     return hash_of(["cost", step.verb, shapes])

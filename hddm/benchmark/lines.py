@@ -6,7 +6,7 @@ The command line is above the library, so what a benchmark asks of it is a proto
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -37,8 +37,11 @@ class Line:
 
     def or_else(self, other: "Line") -> "Line":
         """This line, and of ``other`` the parameters that this one does not give."""
-        further = {name: words for name, words in other.given.items() if name not in self.given}
-        return Line(self.verb, {**self.given, **further})
+        return Line(self.verb, {**self.given, **other.without(self.given).given})
+
+    def without(self, names: Container[str]) -> "Line":
+        """This line without what it gives the parameters ``names``."""
+        return Line(self.verb, {name: words for name, words in self.given.items() if name not in names})
 
     def placed(self, places: Mapping[str, str]) -> "Line":
         """This line with ``places`` for names."""
@@ -52,7 +55,10 @@ class Settings(NamedTuple):
     """What a verb gets of a line."""
 
     values: Mapping[str, Any]
-    """Value of each parameter, defaults included; a path is a `Path`."""
+    """Value of each parameter that a benchmark does not set, defaults included; a path is a `Path`.
+
+    What a file of settings (``config``) says is among them.
+    """
     inputs: frozenset[str]
     """Parameters whose paths are read."""
 

@@ -2,10 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, get_args
 
 from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
@@ -233,8 +234,7 @@ class SeedPlan:
     def _step(self, name: str, line: Line, known: Mapping[str, Step] | None = None) -> Step:
         """The step of a whole line, whose names are in ``known`` or those of steps."""
         names = dict.fromkeys(found for word in line.words for found in names_in(word))
-        if "data" in names and self.data is None:
-            raise HddmError("$data: is the folder of your images; name it by `data`")
+        self._refuse_missing_data(names)
         inputs = {}
         for found in names:
             if found not in RESERVED:
@@ -250,16 +250,37 @@ class SeedPlan:
         _ = step.depth, step.upstream
         return step
 
+    def _refuse_missing_data(self, names: Container[str]) -> None:
+        if "data" in names and self.data is None:
+            raise HddmError("$data: is the folder of your images; name it by `data`")
+
     def _with_defaults(self, line: Line) -> Line:
         """A line with the file's options and the seed, unless it or its file of settings has them."""
-        further = self._defaults.get(line.verb, Line(line.verb, {}))
+        if line.verb in self._defaults:
+            # What a file of settings says that the line itself names comes before defaults, too. A file that
+            # the defaults name is one of them, and comes after the options beside it, as on any command line.
+            line = line.or_else(self._defaults[line.verb].without(self._in_config(line)))
+        seed = Line(line.verb, {"seed": ("--seed", "$seed")})
         if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
-            further = further.or_else(Line(line.verb, {"seed": ("--seed", "$seed")}))
-        config = line.given.get("config") or further.given.get("config")
-        if config is not None and "$" not in (path := placed(config[1], {"data": str(self.data)})):
-            own = read_yaml(Path(path))
-            further = Line(line.verb, {name: one for name, one in further.given.items() if name not in own})
-        return line.or_else(further)
+            line = line.or_else(seed.without(self._in_config(line)))
+        return line
+
+    def _in_config(self, line: Line) -> Mapping[str, Any]:
+        """What a line's file of settings says, by parameter; nothing if it names none."""
+        if "config" not in line.given:
+            return {}
+        _, text = line.given["config"]
+        names = names_in(text)
+        self._refuse_missing_data(names)
+        if not {"data", "seed"}.issuperset(names):
+            why = "is read before any step runs, so no step can write it"
+            raise HddmError(f"--config {text}: {why}; name a file that is there")
+        path = Path(placed(text, {"data": str(self.data), "seed": str(self.seed)}))
+        # Known from before it is read, so that a step that reads it after a change is refused.
+        self.contents.of(path)
+        return read_yaml(path)
+
+
 def _is_expert(model: Step) -> bool:
     """True for the folder of one expert, which no step wrote or which is within that of a step."""
     return bool(model.inputs) or (Path(model.name) / EXPERT_FILE).is_file()

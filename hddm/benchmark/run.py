@@ -317,8 +317,12 @@ def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> floa
     step.link_inputs()
     words = step.command()[:-2]
     with _started(step, io.StringIO()), heard(report):
-        is_sample = step.verb == "sample"
-        cost = TrainingCost(count_sampling(words, run), 0) if is_sample else count_training(words, run)
+        if step.verb == "sample":
+            cost = TrainingCost(count_sampling(words, run), 0)
+        else:
+            is_of_few_steps = step.values.get("sampling_steps") is not None
+            cost = count_training(words, run, is_of_few_steps)
+        step.refuse_changed()
     step.work.finish(_cost(step), cost._asdict())
     return 0.0
 

@@ -61,7 +61,9 @@ STEP_KINDS = {
 """Verbs that are not like any other."""
 _FREE = frozenset(
     {"device", "threads", "checkpoint_every", "keep", "log_every", "offload", "max_memory", "cache", "wandb"}
-    | {"out", "overwrite", "resume", "allow_config_change"}
+    | {"parallel", "ray", "retries", "allow_config_change"}
+    # What it says is in the values of other parameters.
+    | {"config"}
 )
 """Parameters that decide no result."""
 SCORES = ".json"

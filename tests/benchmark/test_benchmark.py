@@ -343,11 +343,14 @@ def test_operations_are_shared_by_trainings_of_one_shape_alone(
         students[steps] = shutil.copytree(flow_expert, tmp_path / f"student_{steps}")
         edit_json(students[steps] / "expert.json", sampling_steps=steps)
     train = "train expert --threads 2 {} --size tiny --objective flow"
+    config = tmp_path / "mine.yaml"
+    config.write_text("seed: 5\n")
     keys = _costs(
         tmp_path / "jobs",
         large,
         first=train.format(shards / "shard_0"),
         second=train.format(shards / "shard_1") + " --seed=5",
+        third=train.format(shards / "shard_1") + f" --config {config}",
         large=train.format(tmp_path / "x8" / "shard_0"),
         small=train.format(shards / "shard_0") + " --size=mini",
         router=f"train router {shards} --steps 4",
@@ -355,8 +358,8 @@ def test_operations_are_shared_by_trainings_of_one_shape_alone(
         one=f"sample {students[1]}",
         two=f"sample {students[2]}",
     )
-    assert keys["first"] == keys["second"]
-    assert len(set(keys.values())) == len(keys) - 1
+    assert keys["first"] == keys["second"] == keys["third"]
+    assert len(set(keys.values())) == len(keys) - 2
 
 
 def _work(connection: Connection) -> None:

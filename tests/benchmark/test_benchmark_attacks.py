@@ -133,10 +133,10 @@ def test_a_change_of_a_hidden_image_is_noticed(data: Path, tmp_path: Path) -> No
 
 
 class Changing:
-    """Verbs of hddm, before the first evaluation of which somebody removes half of the test images."""
+    """Verbs of hddm; somebody makes a ``change`` as the first command of ``verb`` begins."""
 
-    def __init__(self, images: Path) -> None:
-        self.images = images
+    def __init__(self, verb: str, change: Callable[[], None]) -> None:
+        self.verb, self.changes = verb, [change]
 
     def read(self, words: Sequence[str]) -> Line:
         return LINES.read(words)
@@ -149,9 +149,8 @@ class Changing:
         return self._run
 
     def _run(self, words: list[str]) -> None:
-        if words[0] == "evaluate":
-            for path in sorted(self.images.rglob("*.png"))[::2]:
-                path.unlink()
+        if words[0] == self.verb and self.changes:
+            self.changes.pop()()
         LINES.run(words)
 
 
@@ -160,16 +159,38 @@ def test_scores_of_data_that_changed_meanwhile_are_not_kept_for_the_old_data(
 ) -> None:
     mine, jobs = tmp_path / "data", tmp_path / "jobs"
     shutil.copytree(data, mine)
+
+    def remove_half() -> None:
+        for path in sorted((mine / "test").rglob("*.png"))[::2]:
+            path.unlink()
+
+    lines = Changing("evaluate", remove_half)
     with inline():
-        told = refusal(
-            run.run_benchmark, small(), tmp_path / "out", Changing(mine / "test"), data=mine, jobs=jobs
-        )
+        told = refusal(run.run_benchmark, small(), tmp_path / "out", lines, data=mine, jobs=jobs)
     assert f"{mine}/test: has changed since the benchmark was started" in told
     shutil.rmtree(mine)
     shutil.copytree(data, mine)
     results = run_inline(small(), tmp_path / "again", mine, jobs=jobs)
     right = next(one for one in read_results(finished).scored if one.seed == 0)
     assert results.scored[0].evaluation.splits == right.evaluation.splits
+
+
+@pytest.mark.parametrize("verb", ["partition", "train"])
+def test_a_training_by_a_file_of_settings_that_changed_meanwhile_is_not_kept(
+    verb: str, data: Path, tmp_path: Path
+) -> None:
+    """Whether it changes as the training reads it, or before, when none is begun."""
+    config, jobs = tmp_path / "mine.yaml", tmp_path / "jobs"
+    config.write_text("learning_rate: 0.01\n")
+    steps = {**SMALL["steps"], "single": f"train expert $all/shard_0 --size tiny --config {config}"}
+    lines = Changing(verb, lambda: config.write_text("learning_rate: 0.02\n") and None)
+    with inline() as told:
+        refused = refusal(
+            run.run_benchmark, small(steps=steps), tmp_path / "out", lines, data=data, jobs=jobs
+        )
+    assert f"{config}: has changed since the benchmark was started" in refused
+    assert "train" in [words[0] for words in told]
+    assert not list(jobs.glob("train-expert-*"))
 
 
 # 5. A kill between the removal of a damaged step's record and of its files: the damage becomes the result.
@@ -220,25 +241,21 @@ def test_the_cost_of_an_ensemble_with_a_finished_expert_is_not_known(
 
 def test_trajectories_of_the_teacher_are_a_cost_of_a_student(jobs: Path, data: Path, tmp_path: Path) -> None:
     single = plan_of(data, jobs).steps["single"].path
-    both = tmp_path / "both"
+    both, config = tmp_path / "both", tmp_path / "students.yaml"
     run_words(["assemble", str(single), "--out", str(both)])
-    shards = str(plan_of(data, jobs).steps["all"].path)
-    words = [
-        "distill",
-        str(both),
-        "--data",
-        shards,
-        "--init",
-        str(single),
-        "--steps",
-        "2",
-        "--batch-size",
-        "8",
-    ]
-    found = count_training([*words, "--sampling-steps", "2"], run_words)
+    config.write_text("sampling_steps: 2\n")
+    distill = f"distill {both} --data $all --init {single} --steps 2 --batch-size 8"
+    steps = {**SMALL["steps"], "any": distill, "few": f"{distill} --config {config}"}
+    plan = plan_of(data, jobs, steps=steps)
+    costs = {}
+    for name in ("any", "few"):
+        run._count(plan.steps[name], run_words, lambda part: None)
+        costs[name] = plan.work.record(run._cost(plan.steps[name]))
     # A trajectory of the teacher takes several evaluations, each a forward pass of at most a third of a step.
-    assert found.trajectory > found.image / 3
-    assert count_training(words, run_words).trajectory == 0
+    assert costs["few"]["trajectory"] > costs["few"]["image"] / 3
+    assert costs["any"]["trajectory"] == 0
+
+
 
 
 # 8. Options that are ignored without a word.
@@ -267,6 +284,36 @@ def test_a_file_of_settings_that_a_step_names_comes_before_defaults_and_the_seed
     steps = {**SMALL["steps"], "single": f"train expert $all/shard_0 --config {config}"}
     values = plan_of(data, tmp_path / "jobs", steps=steps).steps["single"].values
     assert (values["steps"], values["seed"]) == (9, 7)
+
+
+def test_a_file_of_settings_of_each_seed_comes_before_defaults(data: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        (tmp_path / f"mine_{seed}.yaml").write_text(f"steps: {8 + seed}\n")
+    chosen = small(
+        seeds=[0, 1],
+        steps={**SMALL["steps"], "single": f"train expert $all/shard_0 --config {tmp_path}/mine_$seed.yaml"},
+    )
+    plans = [SeedPlan(chosen, seed, Work(tmp_path / "jobs"), LINES, data) for seed in (0, 1)]
+    assert [plan.steps["single"].values["steps"] for plan in plans] == [8, 9]
+
+
+def test_a_file_of_settings_of_defaults_comes_after_the_defaults_beside_it(
+    data: Path, tmp_path: Path
+) -> None:
+    """As on a command line; of the benchmark's own options it replaces the seed."""
+    of_defaults, own = tmp_path / "defaults.yaml", tmp_path / "own.yaml"
+    of_defaults.write_text("steps: 9\nseed: 7\nema_decay: 0.5\n")
+    own.write_text("ema_decay: 0.25\n")
+    defaults = {"train expert": f"--objective flow --steps 2 --config {of_defaults}"}
+    steps = {
+        **SMALL["steps"],
+        "other": "train expert $all/shard_0 --ema-decay 0.75",
+        "third": f"train expert $all/shard_0 --config {own}",
+    }
+    found = plan_of(data, tmp_path / "jobs", defaults=defaults, steps=steps).steps
+    names = ("steps", "seed", "ema_decay")
+    values = {name: tuple(found[name].values[one] for one in names) for name in ("single", "other", "third")}
+    assert values == {"single": (2, 7, 0.5), "other": (2, 7, 0.75), "third": (2, 0, 0.25)}
 
 
 # What decides no result may change between a kill and the next start.

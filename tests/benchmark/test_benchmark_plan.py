@@ -347,6 +347,17 @@ def test_changed_data_is_noticed_however_it_is_named(
     assert [one != other for one, other in zip(before, after, strict=True)] == [True] * len(lines)
 
 
+def test_a_file_of_settings_is_the_options_that_it_says(data: Path, tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("# short\nsteps: 9\n")
+    by_file = f"train expert $parts/shard_0 --objective flow --config {config}"
+    by_option = "train expert $parts/shard_0 --objective flow --steps 9"
+    assert _identity(data, by_file) == _identity(data, by_option)
+    step = _steps(data, steps={**CONTENT["steps"], "x": by_file})["x"]
+    assert step.sources == [config]
+    assert "$x.yaml: is read before" in refusal(_identity, data, by_file.replace(str(config), "$x.yaml"))
+
+
 def test_shares_belong_to_the_content_of_experts_of_one_name(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
