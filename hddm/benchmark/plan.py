@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
+from hddm.benchmark.file import RESERVED, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.evaluation.features import find_inception
@@ -36,16 +36,6 @@ class PlannedRow:
     model: Step
     samples: Step
     scores: Step
-
-
-@dataclass(frozen=True)
-class Split:
-    """Images that no model is trained on."""
-
-    path: Path
-    inputs: tuple[Step, ...]
-    """Steps that write them."""
-    identity: str
 
 
 @dataclass
@@ -76,32 +66,30 @@ class SeedPlan:
                 line = self.lines.read(split(self._with_values(text)))
                 self.steps[name] = self._step(name, self._with_defaults(line))
 
-    @cached_property
+    @property
     def real(self) -> Step:
         """The scores of real images of the split, which also train the classifier that measures samples."""
-        images = self._with_values(getattr(self.file.evaluate, self.file.scored_on))
-        with errors_as(HddmError, "evaluate"):
-            words = [*split(images), "--features", self._features]
-            if self._features == "classifier":
-                words += ["--save-classifier", "$out.safetensors"]
-            return self._step(f"scores/{_REAL}", self._evaluation(words))
+        return self.splits[self.file.scored_on]
 
-    @property
-    def splits(self) -> dict[str, "Split"]:
-        """Validation and held-out images, those of the two that the file names."""
-        found = {}
-        for name in ("validation", "held_out"):
+    @cached_property
+    def splits(self) -> dict[DecidingSplit, Step]:
+        """Scores of real images of the validation and the held-out split, where the file names them.
+
+        Only those of the split that decides are ever measured. The other one is planned all the same, so that
+        it is checked before anything runs.
+        """
+        found: dict[DecidingSplit, Step] = {}
+        for name in get_args(DecidingSplit):
             text = getattr(self.file.evaluate, name)
             if text is not None:
-                word, *more = split(self._with_values(text)) or [""]
-                if more or not word:
-                    raise HddmError(f"evaluate.{name}: {text!r} is no path of images; name one")
-                inputs = {one: self.find(one) for one in names_in(word) if one not in RESERVED}
-                places = {one: str(step.path) for one, step in inputs.items()}
-                path = Path(placed(word, {**places, "data": str(self.data)}))
-                identity = placed(word, {one: step.identity for one, step in inputs.items()})
-                content = "" if inputs else self.contents.of(path)
-                found[name] = Split(path, tuple(inputs.values()), identity + content)
+                with errors_as(HddmError, "evaluate"):
+                    images = split(self._with_values(text))
+                    if len(images) != 1:
+                        raise HddmError(f"{name}: {text!r} is no path of images; name one")
+                    words = [*images, "--features", self._features]
+                    if self._features == "classifier":
+                        words += ["--save-classifier", "$out.safetensors"]
+                    found[name] = self._step(f"scores/{_REAL}", self._evaluation(words, name))
         return found
 
     @cached_property
@@ -132,6 +120,9 @@ class SeedPlan:
             if name in self.steps:
                 text = f"is also the name of a step, ${name}; rename the step or the folder"
                 raise HddmError(f"`data` {self.data}: {text}")
+        for step in self.splits.values():
+            with errors_as(HddmError, "evaluate"):
+                step.refuse_missing()
         for step in self.all:
             with errors_as(HddmError, f"step {step.name!r}"):
                 step.refuse_missing()
@@ -180,7 +171,8 @@ class SeedPlan:
         samples = replace(samples, name=f"samples/{place}")
         by = f"${_REAL}.safetensors" if self._features == "classifier" else self._features
         known = {"samples": samples, _REAL: self.real}
-        scores = self._step(f"scores/{place}", self._evaluation(["$samples", "--features", by]), known)
+        evaluation = self._evaluation(["$samples", "--features", by], self.file.scored_on)
+        scores = self._step(f"scores/{place}", evaluation, known)
         return PlannedRow(title, name, row, varied, model, samples, scores)
 
     def _place(self, name: str, line: Line) -> str:
@@ -201,9 +193,9 @@ class SeedPlan:
             return "classifier" if find_inception() is None else "inception"
         return chosen
 
-    def _evaluation(self, words: Sequence[str]) -> Line:
-        """The whole line of an evaluation, with the options of every one."""
-        measured, split_name = self.file.evaluate, self.file.scored_on
+    def _evaluation(self, words: Sequence[str], split_name: DecidingSplit) -> Line:
+        """The whole line of an evaluation on a split, with the options of every one."""
+        measured = self.file.evaluate
         words = ["evaluate", *words, "--reference", *split(self._with_values(measured.reference))]
         against = self._with_values(getattr(measured, split_name))
         words += [f"--{split_name.replace('_', '-')}", *split(against)]

@@ -32,7 +32,7 @@ from hddm.benchmark.costs import (
     trained_size,
 )
 from hddm.benchmark.file import BenchmarkFile
-from hddm.benchmark.lines import CommandLine, RunCommand
+from hddm.benchmark.lines import CommandLine, RunCommand, placed
 from hddm.benchmark.plan import PlannedRow, SeedPlan
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
@@ -46,7 +46,7 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.benchmark.steps import Contents, Step, link_to
-from hddm.evaluation.images import read_data
+from hddm.evaluation.images import Role, read_data
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, errors_as, shown
@@ -106,10 +106,11 @@ def run_benchmark(
 
 
 def _plans(file: BenchmarkFile, work: Work, lines: CommandLine, data: Path | None) -> list[SeedPlan]:
-    """Plans of all seeds, the first of which is checked; the others differ from it in their seed alone."""
+    """Plans of all seeds, which are checked; paths may have the seed in them."""
     contents = Contents()
     plans = [SeedPlan(file, seed, work, lines, data, contents) for seed in file.seeds]
-    plans[0].check()
+    for plan in plans:
+        plan.check()
     return plans
 
 
@@ -268,12 +269,20 @@ def _do_all(
 def _refuse_shared_images(plan: SeedPlan) -> None:
     """Refuse validation images that are held-out images too, as soon as both are there."""
     splits = plan.splits
-    if len(splits) < 2 or not all(step.is_done for split in splits.values() for step in split.inputs):
+    if len(splits) < 2 or not all(one.is_done for step in splits.values() for one in step.inputs.values()):
         return
-    part = plan.work.path("splits", hash_of([[name, split.identity] for name, split in splits.items()]))
+    part = plan.work.path("splits", hash_of([[name, step.identity] for name, step in splits.items()]))
     if not plan.work.has(part):
+        images: dict[Role, Path] = {}
+        for name, step in splits.items():
+            places = {one: str(made.path) for one, made in step.inputs.items()}
+            images[name] = Path(placed(str(step.values["images"]), places))
+        # As many as the two evaluations accept.
+        max_bad = sum(step.values["max_bad"] for step in splits.values())
         with errors_as(HddmError, "evaluate"):
-            read_data({"validation": splits["validation"].path, "held_out": splits["held_out"].path})
+            read_data(images, max_bad)
+            for step in splits.values():
+                step.refuse_changed()
         plan.work.finish(part, {})
 
 

@@ -424,6 +424,28 @@ def test_a_long_chain_of_steps_can_be_planned(data: Path, tmp_path: Path) -> Non
     plan_of(data, tmp_path, steps=steps, rows={"last": f"${last}"}).check()
 
 
+def test_broken_images_that_evaluations_accept_are_accepted_in_both_splits(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
+    mine = Path(shutil.copytree(data, tmp_path / "data"))
+    write_images(mine / "more", per_class=20, seed=20)
+    for folder in ("test", "more"):
+        (mine / folder / "columns" / "broken.png").write_bytes(b"no image")
+    evaluate = {**SMALL["evaluate"], "validation": "$data/more", "held_out": "$data/test"}
+    for accepted in (0, 1):
+        evaluate["options"] = f"--allow-few --brief --max-bad {accepted}"
+        plan = plan_of(mine, jobs, evaluate=evaluate)
+        if accepted:
+            run._refuse_shared_images(plan)
+        else:
+            assert "cannot be read" in refusal(run._refuse_shared_images, plan)
+    image = next((mine / "test" / "rows").glob("*.png"))
+    shutil.copy(image, mine / "more" / "rows" / "another.png")
+    assert "1 of 40 images are also" in refusal(
+        run._refuse_shared_images, plan_of(mine, jobs, evaluate=evaluate)
+    )
+
+
 # 12. Small ones.
 
 

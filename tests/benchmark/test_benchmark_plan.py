@@ -10,6 +10,7 @@ import yaml
 
 from hddm.benchmark.file import TAKEN, BenchmarkFile, preset_names, read_benchmark
 from hddm.benchmark.plan import SeedPlan
+from hddm.benchmark.run import commands
 from hddm.benchmark.steps import Step
 from hddm.utils.work import Work
 from hddm_cli.lines import LINES
@@ -195,6 +196,14 @@ _ROWS_ALONE: dict[str, Any] = {"compare": {}, "budgets": {}, "tables": {"models"
         ({"evaluate": {**CONTENT["evaluate"], "options": "--held-out x"}}, "has a key of its own"),
         ({"defaults": {"sample": "--sede 3"}}, "defaults of sample: --sede: no such option"),
         ({"defaults": {"smaple": "--seed 3"}}, "defaults of smaple: smaple is not a command"),
+        # The split that is not scored, as the one that is.
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": "$al/held_out"}}, "evaluate: $al: no such step"),
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": "nowhere"}}, "evaluate: nowhere: no such file"),
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": "$data/tset"}}, "tset: no such file"),
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": "$all/../x"}}, "leads out of the step's folder"),
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": "a b"}}, "held_out: 'a b' is no path of images"),
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": " "}}, "held_out: ' ' is no path of images"),
+        ({"evaluate": {**CONTENT["evaluate"], "held_out": "'x"}}, 'evaluate: "\'x": a quote is not closed'),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -205,6 +214,27 @@ def test_what_a_row_or_a_key_gets_wrong_is_told_before_anything_runs(
         _plan(data, **_ROWS_ALONE | change).check()
 
     assert message in refusal(check)
+
+
+def test_images_of_the_split_that_is_not_scored_may_be_those_of_a_seed(data: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(data, tmp_path / "data"))
+    (mine / "test").rename(mine / "test_0")
+    chosen = file(evaluate={**CONTENT["evaluate"], "held_out": "$data/test_$seed"}, seeds=[0, 1])
+    lines = commands(chosen, LINES, mine)
+    assert f"{mine}/test_1: no such file or folder" in refusal(list, lines)
+    shutil.copytree(mine / "test_0", mine / "test_1")
+    assert list(commands(chosen, LINES, mine))
+
+
+def test_data_of_the_split_that_is_not_scored_is_told() -> None:
+    steps = {
+        "parts": "partition photos --shards 1",
+        "single": "train expert $parts/shard_0 --objective flow --steps 2",
+    }
+    evaluate = {"reference": "$parts", "validation": "more", "held_out": "$data/test"}
+    chosen = file(steps=steps, rows={"a": "$single"}, evaluate=evaluate, defaults={}, same={}, **_ROWS_ALONE)
+    plan = SeedPlan(chosen, 0, Work(Path("jobs")), LINES, None)
+    assert refusal(plan.check) == "evaluate: $data: is the folder of your images; name it by `data`"
 
 
 def test_folders_of_the_working_folder_decide_nothing_about_steps(
