@@ -386,11 +386,16 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
 
 def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]]) -> ModelResult:
     """What the training of a model took, without the steps that were there before."""
-    earlier = [plan.steps[name] for name in plan.file.not_counted if plan.steps[name] is not step]
-    before = {one.identity for each in earlier for one in each.upstream}
+    earlier = [plan.steps[name] for name in plan.file.not_counted]
+    before = {one.identity for each in earlier if each.identity != step.identity for one in each.upstream}
     # Of a model without a verb, such as an expert within a step's ensemble, nothing is known.
-    own = [one for one in step.upstream if step.verb and one.identity not in before]
-    parts = [one for one in own if one.kind.is_training or one.verb == "calibrate"]
+    upstream = step.upstream if step.verb else []
+    # Steps of several names ran once.
+    own: dict[str, Step] = {}
+    for one in upstream:
+        if one.identity not in before:
+            own.setdefault(one.identity, one)
+    parts = [one for one in own.values() if one.kind.is_training or one.verb == "calibrate"]
     sizes = [trained_size(one) for one in parts]
     fitting = [calibration_flop(one) for one in parts]
     flop = list(fitting)
@@ -400,7 +405,8 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
             flop[k] += steps * (batch_size * cost["image"] + cost["update"])
             if cost["trajectory"]:
                 flop[k] += one.values["trajectories"] * cost["trajectory"]
-    is_known = bool(parts) and not any(one.kind.is_uncounted or one.reads_a_finished_model for one in own)
+    is_unknown = any(one.kind.is_uncounted or one.reads_a_finished_model for one in own.values())
+    is_known = bool(parts) and not is_unknown
     routers = [one.verb == "train router" for one in parts]
     return ModelResult(
         model=step.name,

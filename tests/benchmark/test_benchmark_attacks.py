@@ -256,6 +256,13 @@ def test_trajectories_of_the_teacher_are_a_cost_of_a_student(jobs: Path, data: P
     assert costs["any"]["trajectory"] == 0
 
 
+def test_a_training_of_two_names_is_counted_once(jobs: Path, data: Path, tmp_path: Path) -> None:
+    steps = {**SMALL["steps"], "again": SMALL["steps"]["single"], "average": "merge $single $again"}
+    chosen = small(steps=steps, rows={"single": "$single", "average": "$average"})
+    results = run_inline(chosen, tmp_path / "new", data, jobs=jobs)
+    one, other = results.models
+    assert (one.parts, other.parts) == (("single",), ("single",))
+    assert one.training_flop == other.training_flop
 
 
 # 8. Options that are ignored without a word.
