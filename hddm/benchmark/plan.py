@@ -144,7 +144,7 @@ class SeedPlan:
         if names and source == f"${names[0]}" and names[0] not in RESERVED:
             return self.find(names[0])
         inputs = {name: self.find(name) for name in names if name not in RESERVED}
-        path = placed(source, {"data": str(self.data)})
+        path = placed(source, {"data": str(self.data), "seed": str(self.seed)})
         settings = Settings({"source": Path(path)}, frozenset({"source"}))
         seed = next((step.seed for step in inputs.values() if step.seed is not None), None)
         return Step(path, Line("", {}), settings, inputs, seed, self.work, self.data, self.contents)

@@ -425,6 +425,15 @@ def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path)
     assert (row.model.name, row.model.upstream) == (str(flow_expert), [row.model])
 
 
+def test_a_finished_model_may_be_that_of_a_seed(data: Path, flow_expert: Path, tmp_path: Path) -> None:
+    shutil.copytree(flow_expert, tmp_path / "model_3")
+    table = {"models": {"vary": {"strategy": ["draw", "full"]}}}
+    rows = {"theirs": f"{tmp_path}/model_$seed"}
+    (row,) = _plan(data, 3, rows=rows, compare={}, budgets={}, tables=table).rows
+    assert row.model.name == str(tmp_path / "model_3")
+    assert row.model.identity
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
