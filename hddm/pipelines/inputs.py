@@ -111,15 +111,15 @@ class Encoding(Offloading):
         Raises an `HddmError` where no expert takes both.
         """
         ensemble: Ensemble = self.ensemble
-        # Prompts and labels may be cycled over the images, each by itself.
+        # Prompts and labels may be cycled over the images, each by itself. Which experts take a text depends
+        # on the names of its conditions alone, so its rows, which are large, stay as they are.
         num = math.lcm(*map(len, given.values()))
-        rows = Conditions(given, {}, prior).cycled(range(num))
-        labels = {LABELS: rows.given[LABELS]}
-        text = {name: value for name, value in rows.given.items() if name != LABELS}
-        able = [found for one in (text, labels) if (found := ensemble.able(num, one)) is not None]
+        cycled = Conditions({LABELS: given[LABELS]}, {}, prior).cycled(range(num))
+        text = {name: value for name, value in given.items() if name != LABELS}
+        able = [found for one in (text, cycled.given) if (found := ensemble.able(num, one)) is not None]
         if not able:
             return prior
-        shares = ensemble.prior_of(num, rows.given, rows.prior)
+        shares = ensemble.prior_of(num, text | cycled.given, cycled.prior)
         for one in able:
             shares = shares * one
         if not (shares.sum(1) > 0).all():

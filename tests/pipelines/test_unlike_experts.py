@@ -92,6 +92,18 @@ def test_a_prompt_beside_a_class_is_for_experts_that_take_both(
     assert "these experts take classes alone; pass one of the two" in refusal(alone.encode, "a dog", "dog")
 
 
+def test_prompts_and_classes_of_unequal_numbers_repeat_no_embedding(
+    both: HDDMPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One number in memory; a copy of a row takes terabytes.
+    tokens = {"encoder_hidden_states": torch.zeros(()).expand(2, 10**6, 10**6)}
+    monkeypatch.setattr(type(both), "_embed", lambda *_, **__: (tokens, None))
+    found = both.encode(["a cat", "a dog"], ["dog", "ship", "dog"])
+    assert found.given["encoder_hidden_states"] is tokens["encoder_hidden_states"]
+    assert found.prior is not None
+    assert found.prior.tolist() == [[0, 0, 1]] * 6
+
+
 def test_the_record_says_which_expert_made_which_image(unlike: Path, tmp_path: Path, hddm: Command) -> None:
     whole = _record(hddm, unlike, *FAST, tmp_path / "whole")["expert_use"]
     assert whole["names"] == ["experts/0", "experts/1", "experts/2"]
