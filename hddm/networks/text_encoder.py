@@ -121,6 +121,10 @@ def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, 
     number = sum(len(one) for one in lists if isinstance(one, list | dict))
     extra = config.get("extra_ids")
     if isinstance(extra, int):
+        if extra < 0:
+            raise HddmError(
+                f"{folder}: extra_ids of its tokenizer_config.json is {extra}; set 0 or more there"
+            )
         number += extra
     if number > MOST_ADDED:
         text = f"adds {number:,} tokens to its vocabulary, of {MOST_ADDED:,} at most"

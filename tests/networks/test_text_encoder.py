@@ -179,6 +179,10 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
         ({"additional_special_tokens": [f"<{n}>" for n in range(20_000)]}, "adds 20,000 tokens to its voc"),
         ({"added_tokens_decoder": {str(n): {} for n in range(1001)}}, "adds 1,001 tokens to its vocabulary"),
         ({"extra_ids": 10**9}, "tokens to its vocabulary, of 1,000 at most; delete those"),
+        (
+            {"extra_ids": -20_000, "additional_special_tokens": [f"<{n}>" for n in range(20_000)]},
+            "extra_ids of its tokenizer_config.json is -20000; set 0 or more there",
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )
