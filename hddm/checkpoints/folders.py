@@ -10,6 +10,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.headers import read_headers
+from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
@@ -22,7 +23,7 @@ from hddm.experts.records import (
     remedy,
     without_adapter,
 )
-from hddm.networks.families import known_family, layouts
+from hddm.networks.families import Family, known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,
     empty_network,
@@ -67,6 +68,20 @@ _OTHER_TASKS = {
 """Classes of pipelines, by what their network does instead of making a picture from noise."""
 
 
+def folder_layouts() -> Mapping[str, Family]:
+    """Families by the layout of their folders.
+
+    Raises `HddmError` for one of an installed package with the name of a layout of single files.
+    """
+    found = layouts()
+    for name in found.keys() & FILE_LAYOUTS.keys():
+        raise HddmError(
+            f"layout {name} of the family of {found[name].name}: is one of single files; rename it in the "
+            "package that has the family, or uninstall it"
+        )
+    return found
+
+
 def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     """Open the denoiser of a pipeline folder, with the pipeline's scheduler and VAE scale.
 
@@ -109,7 +124,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
     path, index = folder / "config.json", _index(above)
-    network, arguments = parse_config(read_config(folder), of_families(layouts().values()), str(path))
+    network, arguments = parse_config(read_config(folder), of_families(folder_layouts().values()), str(path))
     family = known_family(network)
     side, stated = reading.sample_size, arguments.get("sample_size")
     if family.states_size and side is not None and stated != [side, side]:

@@ -11,7 +11,7 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
-from hddm.checkpoints.folders import SCHEDULER_FILE, open_expert_checkpoint
+from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert_checkpoint
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
@@ -19,13 +19,15 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.families import known_family, layouts
-from hddm.networks.prompts import encoder_classes, index_content, several_in, zeros_in
+from hddm.networks.families import Family, known_family
+from hddm.networks.families.family import Pipeline
+from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.prompts import encoder_classes, index_content, several_in, texts_facts, zeros_in
 from hddm.networks.vae import MODEL_INDEX
 from hddm.prompt_router import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
-from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.errors import HddmError, UsageError, choose, errors_as
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
 from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType
@@ -41,12 +43,14 @@ def write_back(
 ) -> list[str]:
     """Write the expert in ``folder`` as ``layout``; return lines to print.
 
-    Single-file layouts become ``checkpoint.safetensors`` with the source's names and prefix; diffusers'
-    become a pipeline with scheduler, and the VAE, text encoder and tokenizer that the expert or its ensemble
-    keeps. Raises `HddmError` for a layout that is unknown,
-    cannot hold this network, or would change the meaning of its weights.
+    A layout of single files becomes ``checkpoint.safetensors``, with the source's names and prefix. A layout
+    of diffusers becomes a pipeline: the network, its scheduler, and the VAE, text encoder and tokenizer that
+    the expert or its ensemble keeps.
+
+    Raises `HddmError` for a layout that is unknown, that cannot hold this network, or in which its weights
+    would mean something else.
     """
-    known = [*FILE_LAYOUTS, *layouts()]
+    known = [*FILE_LAYOUTS, *folder_layouts()]
     if layout not in known:
         raise UsageError(f"`to_layout` {layout}: {choose(layout, known)}")
     if not (folder / EXPERT_FILE).is_file():
@@ -54,7 +58,12 @@ def write_back(
     source = open_expert_checkpoint(folder, Reading())
     record = source.record
     assert record is not None
-    _refuse_misfit(source, record, layout)
+    family = _family_of(layout)
+    _refuse_misfit(source, record, layout, family)
+    pipeline = None
+    if layout not in FILE_LAYOUTS:
+        with errors_as(HddmError, f"`to_layout` {layout}"):
+            pipeline = family.pipeline(source.arguments, _text_encoder_of(folder, record))
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
@@ -62,10 +71,10 @@ def write_back(
     if dry_run:
         return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
-        if layout in layouts():
-            lines += _write_pipeline(source, record, layout, draft)
-        else:
+        if pipeline is None:
             _write_file(source, record, layout, draft / CHECKPOINT_FILE)
+        else:
+            lines += _write_pipeline(source, record, family, pipeline, draft)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
     return [*lines, f"{out}: written back as {layout}", f"licence: {record.licence or 'not stated'}"]
 
@@ -84,18 +93,29 @@ def _notes(folder: Path, layout: str) -> list[str]:
     return lines
 
 
-def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
+def _family_of(layout: str) -> Family:
+    """The family of networks that a layout holds."""
+    return FILE_LAYOUTS[layout].family if layout in FILE_LAYOUTS else folder_layouts()[layout]
+
+
+def _text_encoder_of(folder: Path, record: ExpertRecord) -> TextEncoderRecord | None:
+    """The text encoder that an expert was trained with; where that is not recorded, the one that it has."""
+    parts = components_of(folder)
+    if record.text_encoder is None and "text_encoder" in parts:
+        return texts_facts(parts["text_encoder"], parts.get("tokenizer"))
+    return record.text_encoder
+
+
+def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family: Family) -> None:
     """Refuse a layout that cannot hold the network, or in which its weights would mean something else."""
     if record.training_calibration:
         text = f"was trained together with its calibration, which layout {layout} cannot hold"
         raise HddmError(f"{source.path}: {text}")
-    is_folder = layout in layouts()
-    family = layouts()[layout] if is_folder else FILE_LAYOUTS[layout].family
     is_other = known_family(source.network) is not family
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
         raise HddmError(f"`to_layout` {layout}: cannot hold the {source.network.__name__} of {source.path}")
     chain = record.source
-    if is_folder or (chain is not None and chain.first.layout == layout):
+    if layout not in FILE_LAYOUTS or (chain is not None and chain.first.layout == layout):
         return
     scheduler, own = FILE_LAYOUTS[layout].scheduler, from_config(record.schedule)
     is_rule = record.prediction_type is PredictionType.EPSILON
@@ -119,9 +139,9 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
     write_safetensors(path, planned, {"format": "pt"}, check_finite=True)
 
 
-def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft: Path) -> list[str]:
-    family = layouts()[layout]
-    pipeline = family.pipeline(source.arguments)
+def _write_pipeline(
+    source: Checkpoint, record: ExpertRecord, family: Family, pipeline: Pipeline, draft: Path
+) -> list[str]:
     component = pipeline.network
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import hddm
-from hddm.networks import families as module
 from hddm.networks.families import families, layouts, pipelines
-from hddm.utils.errors import HddmError
 from tests.artefacts import refusal
+from tests.checkpoint_files import dit, pipeline
 
 PACKAGE = r'''
 """A small network of an own package, and its family."""
@@ -71,20 +70,24 @@ MIXER = MixerFamily()
 SCHEDULER = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "prediction_type": "epsilon"}
 
 
-def _install(folder: Path) -> None:
+def _install(folder: Path, module: str = PACKAGE) -> None:
     """As pip does: a module, and the metadata of its distribution."""
-    (folder / "mine.py").write_text(PACKAGE)
+    (folder / "mine.py").write_text(module)
     metadata = folder / "mine-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[hddm.families]\nmixer = mine:MIXER\n")
 
 
-def _hddm(packages: Path, *words: object) -> str:
+def _run(packages: Path, *words: object) -> "subprocess.CompletedProcess[str]":
     path = os.pathsep.join([str(packages), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hddm_cli", *map(str, words)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def _hddm(packages: Path, *words: object) -> str:
+    ended = _run(packages, *words)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -130,6 +133,10 @@ def test_a_family_of_an_installed_package_converts_samples_and_trains(shards: Pa
     _hddm(packages, *train, "--out", tmp_path / "tuned")
     _hddm(packages, *train, "--out", tmp_path / "lora", "--lora-rank", 2)
     assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
+    back = _run(packages, "convert", expert, "--out", tmp_path / "back", "--to-layout", "mine-mixer")
+    said = "hddm: --to-layout mine-mixer: the family of Mixer names no pipeline to write a network into\n"
+    assert (back.returncode, back.stderr) == (1, said)
+    assert not (tmp_path / "back").exists()
     # Nothing in a folder adds a family: without the package it is refused.
     assert "holds a Mixer, not a" in refusal(hddm.load, expert)
 
@@ -142,20 +149,74 @@ def test_each_family_has_a_layout_and_pipelines_of_its_own() -> None:
         assert family.network.__name__ == family.name
 
 
-class _Entry:
-    value = "mine:THING"
+HEAD = "from hddm.networks.families.family import Family, Pipeline\n"
+CLASS = """
+class Mine:
+    pass
 
-    def __init__(self, loaded: object) -> None:
-        self.load = lambda: loaded
+class MineFamily(Family):
+    name = "Mine"
+    network = Mine
+    {}
+
+MIXER = MineFamily()
+"""
 
 
 @pytest.mark.parametrize(
-    ("loaded", "message"),
-    [(object(), "names no object of the class"), (families()["UNet2DModel"], "has a family already")],
+    ("module", "said"),
+    [
+        ("MIXER = object()", "names no object of the class hddm.networks.families.family.Family"),
+        ("import no_such_module", "cannot be loaded (ModuleNotFoundError: No module named 'no_such_module')"),
+        ("1 / 0", "cannot be loaded (ZeroDivisionError: division by zero); repair or uninstall the package"),
+        ("", "cannot be loaded (AttributeError: module"),
+        (HEAD + "MIXER = Family()", "the family is called None, and the class of its network None"),
+        (CLASS.format('name = "Other"'), "the family is called Other, and the class of its network Mine"),
+        (
+            CLASS.format('name = "UNet2DModel"; network = type(name, (), {})'),
+            "the class UNet2DModel has a family already, UNet2DModel; rename it there, or uninstall",
+        ),
+        (
+            CLASS.format('layout = "diffusers-dit"'),
+            "the layout diffusers-dit has a family already, DiTTransformer2DModel; rename it there",
+        ),
+        (
+            CLASS.format('pipelines = (Pipeline("FluxPipeline"),)'),
+            "the pipeline FluxPipeline has a family already, FluxTransformer2DModel; rename it there",
+        ),
+        (
+            CLASS.format('former_norm = "ada_norm_single"'),
+            "the former norm_type ada_norm_single has a family already, PixArtTransformer2DModel",
+        ),
+    ],
+    ids=lambda value: value[-60:],
 )
-def test_an_entry_point_that_is_no_new_family_is_refused(
-    loaded: object, message: str, monkeypatch: pytest.MonkeyPatch
+def test_a_package_whose_family_is_broken_or_has_a_name_that_is_taken_is_named(
+    module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "entry_points", lambda group: [_Entry(loaded)])
-    with pytest.raises(HddmError, match=message):
-        families.__wrapped__()
+    _install(tmp_path, module if "class Mine" not in module else HEAD + module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    told = refusal(families.__wrapped__)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert told.startswith("package mine: entry point mixer = mine:MIXER of hddm.families: ")
+    assert said in told
+
+
+def test_a_layout_of_a_package_cannot_have_the_name_of_a_layout_of_single_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pipeline(tmp_path / "source", dit())
+    _install(tmp_path, HEAD + CLASS.format('layout = "ldm"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    families.cache_clear()
+    try:
+        told = refusal(hddm.convert, source, tmp_path / "expert")
+    finally:
+        monkeypatch.undo()
+        families.cache_clear()
+    assert told == (
+        "layout ldm of the family of Mine: is one of single files; rename it in the package that has the "
+        "family, or uninstall it"
+    )

@@ -6,7 +6,7 @@ object. Nothing in a folder can add one, so no file decides which code runs.
 
 import functools
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from hddm.networks.families.pixart import PIXART
 from hddm.networks.families.sd3 import SD3
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.families.unet import UNET
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 
 GROUP = "hddm.families"
 _OWN = (EXPERT, DIT, PIXART, SD3, FLUX, UNET, STABLE_DIFFUSION)
@@ -29,17 +29,54 @@ _OWN = (EXPERT, DIT, PIXART, SD3, FLUX, UNET, STABLE_DIFFUSION)
 def families() -> Mapping[str, Family]:
     """All families by the class that a ``config.json`` names.
 
-    Raises `HddmError` for an entry point that is no family, or that names a class which has one.
+    Raises `HddmError` for an entry point that cannot be loaded or is no family, and for a class, layout or
+    pipeline that two families have.
     """
     found: dict[str, Family] = {one.name: one for one in _OWN}
     for entry in entry_points(group=GROUP):
-        family = entry.load()
-        place = f"entry point {entry.value} of {GROUP}"
-        if not isinstance(family, Family):
-            raise HddmError(f"{place}: names no object of the class hddm.networks.families.family.Family")
-        if family.name in found:
-            raise HddmError(f"{place}: {family.name} has a family already; leave one out")
+        family = _loaded(entry)
+        for other in found.values():
+            for what, name in sorted(_names_of(family) & _names_of(other)):
+                raise HddmError(
+                    f"{_place(entry)}: the {what} {name} has a family already, {other.name}; rename it "
+                    "there, or uninstall the package"
+                )
         found[family.name] = family
+    return found
+
+
+def _loaded(entry: EntryPoint) -> Family:
+    """The family that an entry point names; raises an `HddmError` where that is none."""
+    try:
+        family = entry.load()
+    except Exception as error:  # a package may raise anything
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise HddmError(
+            f"{_place(entry)}: cannot be loaded ({reason}); repair or uninstall the package"
+        ) from error
+    if not isinstance(family, Family):
+        raise HddmError(f"{_place(entry)}: names no object of the class hddm.networks.families.family.Family")
+    name = getattr(family, "name", None)
+    kind = getattr(getattr(family, "network", None), "__name__", None)
+    if name is None or name != kind:
+        raise HddmError(f"{_place(entry)}: the family is called {name}, and the class of its network {kind}")
+    return family
+
+
+def _place(entry: EntryPoint) -> str:
+    package = "unknown" if entry.dist is None else entry.dist.name
+    return f"package {package}: entry point {entry.name} = {entry.value} of {GROUP}"
+
+
+def _names_of(family: Family) -> set[tuple[str, str]]:
+    """What other families cannot be called too, with its kind."""
+    found = {("class", family.name)}
+    if family.layout:
+        found.add(("layout", family.layout))
+    if family.former_norm:
+        found.add(("former norm_type", family.former_norm))
+    for pipeline in family.pipelines:
+        found.add(("pipeline", pipeline.name))
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Generator, Tensor
 
+from hddm.networks.identity import TextEncoderRecord
 from hddm.utils.errors import HddmError, Unstated
 
 LARGEST_SIDE = 4096
@@ -108,7 +109,7 @@ class Family:
     computed: tuple[str, ...] = ()
     """Buffers that a network without layers computes, where no file holds them."""
     pipelines: tuple[Pipeline, ...] = ()
-    """Pipelines around it; the first one is written back."""
+    """Pipelines around it; networks are written back into the first one, or into that of `pipeline`."""
     time_factor: float = 1.0
     """Factor by which the network multiplies its time before embedding it."""
     multiplied: tuple[str, ...] = ("encoder_hidden_states", POOLED)
@@ -236,8 +237,13 @@ class Family:
         """Values of conditions, without batch, that belong to an empty prompt whose tokens are zeros."""
         return {}
 
-    def pipeline(self, arguments: Config) -> Pipeline:
-        """The pipeline that a network with these arguments is written back into."""
+    def pipeline(self, arguments: Config, text_encoder: TextEncoderRecord | None = None) -> Pipeline:
+        """The pipeline that a network with these arguments, trained with this text encoder, is written into.
+
+        Raises `HddmError` where there is none.
+        """
+        if not self.pipelines:
+            raise HddmError(f"the family of {self.name} names no pipeline to write a network into")
         return self.pipelines[0]
 
     def licence(self, arguments: Config) -> str | None:

@@ -7,6 +7,7 @@ from torch import Generator, Tensor
 
 from hddm.networks.families.family import Config, Pipeline, Prompts, Taken
 from hddm.networks.families.unet import Unet
+from hddm.networks.identity import TextEncoderRecord
 from hddm.utils.errors import HddmError
 
 _XL = Pipeline(
@@ -64,7 +65,7 @@ class StableDiffusion(Unet):
         is_xl = config.get("addition_embed_type") is not None
         return {"text_embeds": torch.zeros(_vector_width(config))} if is_xl else {}
 
-    def pipeline(self, arguments: Config) -> Pipeline:
+    def pipeline(self, arguments: Config, text_encoder: TextEncoderRecord | None = None) -> Pipeline:
         is_xl = arguments.get("addition_embed_type") == "text_time"
         return _XL if is_xl else self.pipelines[0]
 
