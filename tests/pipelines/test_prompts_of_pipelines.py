@@ -24,6 +24,8 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 import hddm as library
 from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
+from hddm.networks.families.pixart import PIXART
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import texts_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
@@ -258,6 +260,38 @@ def test_pixart_reads_prompts_in_lower_case_and_cuts_them_as_its_pipeline(kind: 
     with pytest.warns(UserWarning, match="is cut to"):
         ours = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(prompts).given
     assert all(map(torch.equal, ours.values(), pipe.encode_prompt(prompts, False)))
+    write_back(tmp_path / "expert", tmp_path / "back", "diffusers-pixart")
+    again = DiffusionPipeline.from_pretrained(tmp_path / "back")
+    assert type(again).__name__ == kind
+    own = DiffusionPipeline.from_pretrained(tmp_path / "pipeline")
+    # Those of one branch: tokens and mask.
+    found, wanted = again.encode_prompt(prompts, False)[:2], own.encode_prompt(prompts, False)[:2]
+    assert all(map(torch.equal, found, wanted))
+
+
+def _of_t5(tokens: int) -> TextEncoderRecord:
+    return TextEncoderRecord(kind="T5EncoderModel", fingerprint="0" * 16, tokens=tokens, width=12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text_encoder", "kind"),
+    [
+        ({}, None, "PixArtAlphaPipeline"),
+        ({}, _of_t5(120), "PixArtAlphaPipeline"),
+        ({}, _of_t5(300), "PixArtSigmaPipeline"),
+        # The pipeline of Σ passes no sizes, which the default of this side takes.
+        ({"sample_size": 128}, None, "PixArtAlphaPipeline"),
+        ({"sample_size": 128}, _of_t5(300), "PixArtAlphaPipeline"),
+        ({"sample_size": 128, "use_additional_conditions": False}, None, "PixArtSigmaPipeline"),
+        ({"sample_size": 256}, None, "PixArtSigmaPipeline"),
+    ],
+    ids=str,
+)
+def test_pixart_without_a_recorded_pipeline_goes_to_the_one_that_runs_it(
+    changes: dict[str, Any], text_encoder: TextEncoderRecord | None, kind: str
+) -> None:
+    config = pixart(**changes | {"patch_size": 4}).config
+    assert PIXART.pipeline(config, text_encoder).name == kind
 
 
 MAP = "tokenizer_2/special_tokens_map.json"
