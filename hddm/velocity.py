@@ -40,7 +40,7 @@ from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_names, ch
 from hddm.guidance import Guidance as Guidance
 from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.utils.errors import HddmError, choose, one_line
+from hddm.utils.errors import HddmError, an, choose, one_line
 from hddm.utils.records import WHOLE, NoiseRange, composed
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
 
@@ -437,7 +437,7 @@ class VelocityField:
         if isinstance(output, tuple) or hasattr(output, "to_tuple"):
             output = output[0]
         if not isinstance(output, Tensor) or output.shape != y.shape:
-            found = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            found = tuple(output.shape) if isinstance(output, Tensor) else an(type(output).__name__)
             raise HddmError(
                 f"the network returned {found} for a state of {tuple(y.shape)}, and must return a tensor "
                 "of that shape; a head with more channels than the state needs an adapter that drops the rest"

@@ -49,7 +49,7 @@ from hddm.networks.vae import (
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
 from hddm.utils.documents import parse_yaml
-from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
+from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
@@ -235,7 +235,7 @@ def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None
     # With flow sigmas a class of the other family means the same.
     if not config.get("use_flow_sigmas") and _family(entry[1]) != _family(name):
         raise HddmError(
-            f"{declared.scheduler_origin}: is a {name}, and {above / MODEL_INDEX} says "
+            f"{declared.scheduler_origin}: is {an(str(name))}, and {above / MODEL_INDEX} says "
             f"{entry[1]}, which means another schedule; correct one of them"
         )
 
@@ -322,7 +322,11 @@ def _latents(
     if kind in DEFAULT_SCALES:
         default = DEFAULT_SCALES[kind]
         return default, True, (f"{path}: no scaling_factor, so {kind}'s default {default}",)
-    return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
+    return (
+        None,
+        True,
+        (f"{path}: no scaling_factor, and the default of {an(one_line(kind, 40))} is not known",),
+    )
 
 
 def _vae_folder(above: Path) -> Path | None:

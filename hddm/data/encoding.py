@@ -48,7 +48,7 @@ from hddm.networks.text_encoder import (
 )
 from hddm.networks.vae import encode, read_vae, scale_of, vae_facts
 from hddm.settings import EncodingSettings
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, an
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
@@ -277,7 +277,7 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         words = read_tokenizer(tokenizer)
         text_record = text_encoder_facts(text_encoder, words.model_max_length)
         if text_record.kind != CLIP:
-            raise HddmError(f"{text_encoder}: is a {text_record.kind}, but captions need a {CLIP}")
+            raise HddmError(f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}")
         for folder, texts in captions.items():
             if cut := len(cuts(words, texts, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"

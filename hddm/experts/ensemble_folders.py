@@ -33,7 +33,7 @@ from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
 from hddm.networks.vae import MODEL_INDEX, read_config, read_weights
 from hddm.networks.vae import STEM as VAE_STEM
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
@@ -262,7 +262,7 @@ def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     if bent := [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]:
         kind += f" with {', '.join(bent)}"
     if bent or kind != SCHEDULER_CLASS:
-        problem = f"the scheduler is a {kind}, and hddm's time grid has the shift alone"
+        problem = f"the scheduler is {an(kind)}, and hddm's time grid has the shift alone"
         raise HddmError(f"{problem}: take a {SCHEDULER_CLASS} for the shift, and choose by solver=")
     return float(scheduler.shift)
 

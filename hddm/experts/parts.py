@@ -34,7 +34,7 @@ from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.prompts import several_in, texts_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.prompt_router import Topic
-from hddm.utils.errors import UsageError
+from hddm.utils.errors import UsageError, an
 from hddm.utils.files import inside
 from hddm.velocity import VelocityField
 
@@ -299,7 +299,7 @@ def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> Non
                 found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")
         elif record.vae.kind != vae.kind:
             # A distilled VAE of the same latents has other weights and another scale of its own.
-            kinds = f"{name} is an {vae.kind}, and {one.name} records an {record.vae.kind}"
+            kinds = f"{name} is {an(vae.kind)}, and {one.name} records {an(record.vae.kind)}"
             found.note(f"{kinds}; taken on trust")
         else:
             for key in ("fingerprint", "scale", "shift"):

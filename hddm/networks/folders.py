@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hddm.networks.families import Family, families, family_of
 from hddm.networks.families.former import renamed
-from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
+from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
 from hddm.utils.files import file_kind, identity_of, inside, read_json, sha256_of
 from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
@@ -58,8 +58,11 @@ def parse_config(
     """
     present = renamed(config, origin)
     name = present.get("_class_name")
+    known = " or ".join(map(an, classes))
+    if name is None:
+        raise HddmError(f"{origin}: names no class (_class_name), of {known}; fetch it again")
     if not isinstance(name, str) or name not in classes:
-        raise HddmError(f"{origin}: holds a {one_line(name, 60)}, not a {' or a '.join(classes)}")
+        raise HddmError(f"{origin}: holds {an(one_line(name, 60))}, not {known}")
     kind = classes[name]()
     parameters = inspect.signature(kind.__init__).parameters
     arguments = {key: value for key, value in present.items() if key not in _RECORDS}
@@ -100,7 +103,7 @@ def empty_network(
             owner = name.rpartition(".")[0]
             block = type(network.get_submodule(owner)).__name__
             text = "whose constants are in no file; such blocks are not supported"
-            raise HddmError(f"{origin}: {owner} is a {block}, {text}")
+            raise HddmError(f"{origin}: {owner} is {an(block)}, {text}")
     return network
 
 
@@ -361,7 +364,7 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
         # Messages should show the name in the folder, not the hash behind a link.
         for key, value in read_file(path.parent / name, allow_pickle).items():
             if not isinstance(value, Tensor):
-                problems.append(f"{name}: {key!r} is a {type(value).__name__}")
+                problems.append(f"{name}: {key!r} is {an(type(value).__name__)}")
             elif weight_map.get(key) == name:
                 tensors[key] = value
             else:

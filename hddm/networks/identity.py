@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from hddm.utils.errors import an
 from hddm.utils.records import AboveZero, Record
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class UnreadVae(Record):
         if self.fingerprint is not None and self.fingerprint != vae.fingerprint:
             return f"fingerprint {vae.fingerprint}, not {self.fingerprint}"
         if self.fingerprint is None and self.kind != vae.kind:
-            return f"is an {vae.kind}"
+            return f"is {an(vae.kind)}"
         if (vae.scale, vae.shift) != (self.scale, self.shift):
             return f"scale {vae.scale:g} and shift {vae.shift:g}, not {self.scale:g} and {self.shift:g}"
         return None

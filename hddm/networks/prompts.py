@@ -33,6 +33,7 @@ from hddm.networks.text_encoder import (
     STEM,
     T5,
     Embedded,
+    class_stated,
     cuts,
     embed,
     quiet,
@@ -44,7 +45,7 @@ from hddm.networks.text_encoder import (
     text_encoder_facts,
 )
 from hddm.networks.vae import MODEL_INDEX, class_in, find_weights, read_config
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.files import inside, read_json, write_json
 
 ZEROS = "force_zeros_for_empty_prompt"
@@ -79,7 +80,8 @@ def refuse_other_parts(folder: Path, pipeline: str) -> None:
     for name, kind in encoder_classes(pipeline).items():
         stated = read_config(folder, MODEL_INDEX).get(name)
         if not isinstance(stated, list) or len(stated) != 2 or str(stated[1]).removesuffix("Fast") != kind:
-            raise HddmError(f"{folder / MODEL_INDEX}: {name} is {str(stated)[:60]}, and must be a {kind}")
+            found = "missing" if stated is None else one_line(stated, 60)
+            raise HddmError(f"{folder / MODEL_INDEX}: {name} is {found}, and must be {an(kind)}")
         place = inside(folder, name)
         if name.startswith("tokenizer"):
             read_config(place, "tokenizer_config.json")
@@ -222,11 +224,13 @@ class PipelineText:
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
         encoded = [one.name for one in pipelines().values() if one.has_text]
+        known = ", ".join(encoded)
+        if name == "":
+            return f"its {MODEL_INDEX} names no class (_class_name); hddm can encode prompts of {known}"
         if pipeline is None and name not in (None, *encoded):
-            known = ", ".join(encoded)
             return f"{one_line(name, 60)} is no class whose prompts hddm can encode (those are {known})"
         if pipeline is None and text_encoder_class(config) is None:
-            return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
+            return f"the one beside {class_stated(config)}, not {an(CLIP)} or {an(T5)}"
         if pipeline is None and find_weights(encoder, STEM, self.variant) is None:
             return f"there is no text_encoder/{STEM}.safetensors beside"
         inside(self.folder, "tokenizer")

@@ -17,7 +17,7 @@ from hddm.networks.families import pipelines
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import class_in, read_config, read_weights
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
@@ -78,9 +78,11 @@ def read_tokenizer(folder: Path) -> Any:
 
     settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     config = read_config(folder, settings.name)
+    known = " or ".join(map(an, TOKENIZERS))
+    if config.get("tokenizer_class", "") is None:
+        raise HddmError(f"{settings}: names no class (tokenizer_class), of {known}")
     if (kind := tokenizer_class(config)) not in TOKENIZERS:
-        known = " or ".join(TOKENIZERS)
-        raise HddmError(f"{settings}: holds a {kind[:40]}, not a {known}")
+        raise HddmError(f"{settings}: holds {an(one_line(kind, 60))}, not {known}")
     # All folders below: chat templates are read from one.
     for entry in folder.rglob("*"):
         inside(folder, entry.relative_to(folder).as_posix())
@@ -301,6 +303,12 @@ def text_encoder_class(config: Mapping[str, Any]) -> str | None:
     return ENCODER_CLASSES.get(name) if isinstance(name, str) else None
 
 
+def class_stated(config: Mapping[str, Any]) -> str:
+    """What the config of a text encoder says of its class, in words."""
+    named = config.get("architectures")
+    return "names no class (architectures)" if named is None else f"holds {one_line(named, 60)}"
+
+
 def _open(
     folder: Path, variant: str | None, wanted: str | None = None
 ) -> tuple[Any, dict[str, Tensor], Path]:
@@ -310,7 +318,7 @@ def _open(
 
     origin, config = folder / "config.json", text_encoder_config(folder)
     if (kind := text_encoder_class(config)) is None:
-        raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}")
+        raise HddmError(f"{origin}: {class_stated(config)}, not {an(CLIP)} or {an(T5)}")
     path, stored = read_weights(folder, STEM, variant)
     unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}

@@ -45,13 +45,15 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def class_in(folder: Path) -> str | None:
-    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index.
+    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index, else "" for none.
 
     Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
     ``FluxPipeline``.
     """
-    is_there = (folder / MODEL_INDEX).is_file()
-    return _TASKS.sub("", str(read_config(folder, MODEL_INDEX).get("_class_name"))) if is_there else None
+    if not (folder / MODEL_INDEX).is_file():
+        return None
+    stated = read_config(folder, MODEL_INDEX).get("_class_name")
+    return "" if stated is None else _TASKS.sub("", str(stated))
 
 
 def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:

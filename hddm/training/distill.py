@@ -48,7 +48,7 @@ from hddm.training.settings import (
     resolve,
 )
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError, errors_as
+from hddm.utils.errors import HddmError, UsageError, an, errors_as
 from hddm.utils.records import MANIFEST, WHOLE
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import append_dims
@@ -271,7 +271,7 @@ def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
 def with_interval(network: Any, name: str) -> ModelMixin:
     """A network that takes intervals too, with the weights of ``network``; refuses another class."""
     if family_of(network) is not EXPERT:
-        text = f"`sampling_steps` needs hddm's own transformer, and it is a {type(network).__name__}"
+        text = f"`sampling_steps` needs hddm's own transformer, and it is {an(type(network).__name__)}"
         raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):

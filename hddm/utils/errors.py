@@ -112,6 +112,13 @@ TO_ONE_SIZE = "hddm encode --resolution N brings all images of a shard or partit
 """The remedy for images of several sizes."""
 
 
+def an(name: str) -> str:
+    """The name of a class with its article: ``a VQModel``, ``an SD3Transformer2DModel``."""
+    # A name that begins with two capitals is spelled out: its first letter is said as "ef", "el", "es", ….
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
+    return f"an {name}" if name[:1] in vowels else f"a {name}"
+
+
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """``1 image``, ``2 images``; ``plural`` if it is not the noun with an s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

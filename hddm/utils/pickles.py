@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.files import file_kind, identity_of, refuse_pickle
 
 SAFE_TORCH = "2.10"
@@ -92,7 +92,7 @@ def try_to_load(name: str) -> bool:
                 raise HddmError(f"record {damaged!r} is {'compressed' if packed else 'damaged'}")
         content = _load(path)
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise HddmError(f"holds a {type(content).__name__}, not a dictionary of names")
+            raise HddmError(f"holds {an(type(content).__name__)}, not a dictionary of names")
         _check(content)
     except HddmError as error:
         print(error, end="")

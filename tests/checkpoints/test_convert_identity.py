@@ -110,6 +110,15 @@ def test_an_expert_takes_the_text_encoder_beside_which_it_was_converted_and_no_o
     assert torch.allclose(embed(pipe.text_encoder, pipe.tokenizer, [""]).tokens[0], empty, atol=1e-6)
 
 
+def test_an_index_that_names_no_class_is_said_to_name_none(hddm: Command, tmp_path: Path) -> None:
+    source = _text_pipeline(tmp_path / "sd")
+    edit_json(source / "model_index.json", _class_name=None)
+    facts, text = _converted(hddm, source)
+    assert facts["text_encoder"] is None
+    said = "text encoder: not recorded, since its model_index.json names no class (_class_name); hddm can"
+    assert said in text
+
+
 @pytest.mark.parametrize("part", ["vae", "text_encoder"])
 def test_a_part_outside_the_pipeline_is_refused_tokens(part: str, hddm: Command, tmp_path: Path) -> None:
     source = _text_pipeline(tmp_path / "sd")

@@ -87,7 +87,8 @@ _NONE = "no network can be built from it"
     [
         *(({"patch_size": 0}, _NONE), ({"num_heads": 0}, _NONE), ({"num_heads": 3}, _NONE)),
         ({"depth": 10**9}, "its depth is"),
-        ({"_class_name": "RouterTransformer"}, "holds a RouterTransformer, not a ExpertTransformer"),
+        ({"_class_name": "RouterTransformer"}, "holds a RouterTransformer, not an ExpertTransformer"),
+        ({"_class_name": None}, "names no class (_class_name), of a"),
         ({"hidden_sise": 32}, "ExpertTransformer has no key 'hidden_sise'; did you mean 'hidden_size'?"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "ExpertTransformer has no key"),
         *(({"hidden_size": "wide"}, _NONE), ({"sample_size": [4, 4]}, _NONE), ({"depth": None}, _NONE)),

@@ -140,8 +140,8 @@ def test_a_tokenizer_of_another_encoder_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which names code of its own"),
-        ({"architectures": ["BertModel"]}, "holds ['BertModel'], not a CLIPTextModel or T5EncoderModel"),
-        ({"architectures": None}, "holds None, not a CLIPTextModel"),
+        ({"architectures": ["BertModel"]}, "holds ['BertModel'], not a CLIPTextModel or a T5EncoderModel"),
+        ({"architectures": None}, "names no class (architectures), not a CLIPTextModel"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_attention_heads": -2}, "no text encoder can be built from it (num_attention_heads is -2)"),
         ({"hidden_act": "os.system"}, "no text encoder can be built from it"),
@@ -168,8 +168,8 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
     ("change", "message"),
     [
         ({"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "'auto_map', which names code of its own"),
-        ({"tokenizer_class": "BertTokenizer"}, "holds a BertTokenizer, not a CLIPTokenizer or T5Tokenizer"),
-        ({"tokenizer_class": None}, "holds a None, not a CLIPTokenizer"),
+        ({"tokenizer_class": "BertTokenizer"}, "holds a BertTokenizer, not a CLIPTokenizer or a T5Tokenizer"),
+        ({"tokenizer_class": None}, "names no class (tokenizer_class), of a CLIPTokenizer or"),
         ({"vocab_file": "/etc/passwd"}, "has an unknown key 'vocab_file'"),
         ({"init_inputs": ["/etc/passwd"]}, "has an unknown key 'init_inputs'"),
         ({"fast_tokenizer_files": ["../x.json"]}, "has an unknown key 'fast_tokenizer_files'"),

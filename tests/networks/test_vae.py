@@ -151,7 +151,7 @@ def test_a_float16_vae_that_would_overflow_decodes_in_float32(tmp_path: Path) ->
     ("kind", "change", "message"),
     [
         ("kl", {"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which names code of its own"),
-        ("kl", {"_class_name": "VQModel"}, "holds a VQModel, not a AutoencoderKL or a AutoencoderTiny"),
+        ("kl", {"_class_name": "VQModel"}, "holds a VQModel, not an AutoencoderKL or an AutoencoderTiny"),
         ("kl", {"scaling_facto": 1.0}, "did you mean 'scaling_factor'"),
         ("tiny", {"scaling_factor": 0}, "scaling_factor 0 and shift_factor 0.0 must be numbers below 1e+06"),
         ("tiny", {"shift_factor": "a"}, "shift_factor a must be numbers"),
