@@ -131,9 +131,11 @@ class PromptEncoders(nn.Module):
             for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
                 warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
-        own: Any = {"max_sequence_length": family.t5_tokens}
+        own = dict[str, Any]()
+        if family.t5_tokens:
+            own["max_sequence_length"] = family.t5_tokens
         if family.encodes_negatives:
-            own = {"do_classifier_free_guidance": False}
+            own["do_classifier_free_guidance"] = False
         with quiet():
             tokens, *rest = self._pipe.encode_prompt(texts, **others, device=self.device, **own)
         pooled = rest[1 if family.encodes_negatives else 0]

@@ -19,13 +19,16 @@ def compile_blocks(network: nn.Module, **options: Any) -> None:
     """Let ``torch.compile``, with these ``options``, compile the repeated blocks of ``network``.
 
     All blocks of a class share one graph, so that the first run takes a fraction of the time that compiling
-    the network takes. A network without such blocks, as diffusers' UNet without text, is compiled whole. With
-    ``dynamic=True`` one graph serves batches of any size from 2, and another single samples.
+    the network takes. A network without such blocks, as diffusers' UNet without text, is compiled whole. Of a
+    network of no family, the blocks of all families count. With ``dynamic=True`` one graph serves batches of
+    any size from 2, and another single samples.
     """
     if options.get("dynamic"):
         # Else sizes that happen to be equal, as of batch and tokens, must stay equal, or it compiles again.
         torch.fx.experimental._config.use_duck_shape = False
-    repeated = {name for family in families().values() for name in family.blocks}
+    own = family_behind(network)
+    known = families().values() if own is None else [own]
+    repeated = {name for family in known for name in family.blocks}
     blocks = [module for module in network.modules() if type(module).__name__ in repeated]
     for block in blocks or [network]:
         block.compile(**options)

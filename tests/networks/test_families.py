@@ -4,14 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import hddm
 from hddm.networks.families import families, layouts, pipelines
+from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
+from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.wrappers import compile_blocks
 from tests.artefacts import refusal
 from tests.checkpoint_files import dit, pipeline
 
@@ -203,20 +208,63 @@ def test_a_package_whose_family_is_broken_or_has_a_name_that_is_taken_is_named(
     assert said in told
 
 
+@pytest.fixture
+def with_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Install a package whose family has these lines in its class."""
+
+    def install(lines: str) -> None:
+        _install(tmp_path, HEAD + CLASS.format(lines))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        families.cache_clear()
+
+    yield install
+    sys.modules.pop("mine", None)
+    monkeypatch.undo()
+    families.cache_clear()
+
+
 def test_a_layout_of_a_package_cannot_have_the_name_of_a_layout_of_single_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_family: Callable[[str], None], tmp_path: Path
 ) -> None:
     source = pipeline(tmp_path / "source", dit())
-    _install(tmp_path, HEAD + CLASS.format('layout = "ldm"'))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    families.cache_clear()
-    try:
-        told = refusal(hddm.convert, source, tmp_path / "expert")
-    finally:
-        monkeypatch.undo()
-        families.cache_clear()
-    assert told == (
+    with_family('layout = "ldm"')
+    assert refusal(hddm.convert, source, tmp_path / "expert") == (
         "layout ldm of the family of Mine: is one of single files; rename it in the package that has the "
         "family, or uninstall it"
     )
+
+
+def test_blocks_of_another_family_are_not_compiled(with_family: Callable[[str], None]) -> None:
+    with_family('blocks = ("Linear",)')
+    own, inside = (ExpertTransformer(8, 1, 2, hidden_size=16, depth=2, num_heads=2) for _ in range(2))
+    # The second one is inside a network of no family.
+    for network, names in ((own, {"ExpertBlock"}), (nn.Sequential(inside), {"ExpertBlock", "Linear"})):
+        compile_blocks(network)
+        compiled = [part for part in network.modules() if part._compiled_call_impl is not None]
+        assert {type(part).__name__ for part in compiled} == names
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"addition_time_embed_dim": None}, "addition_time_embed_dim is missing, which addition_embed_type"),
+        (
+            {"projection_class_embeddings_input_dim": None},
+            "projection_class_embeddings_input_dim is missing, which addition_embed_type text_time needs",
+        ),
+        ({"addition_time_embed_dim": "4"}, "addition_time_embed_dim is 4, and must be a whole number"),
+        (
+            {"projection_class_embeddings_input_dim": 24},
+            "projection_class_embeddings_input_dim 24 of UNet2DConditionModel leaves no room for text_embeds",
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_that_the_vectors_of_sdxl_need_are_asked_for(change: dict[str, object], said: str) -> None:
+    config = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+    config |= {"projection_class_embeddings_input_dim": 40, "cross_attention_dim": 16}
+    assert "time_ids" in STABLE_DIFFUSION.conditions(config).conditions
+    # Keys that a config leaves out are not there at all.
+    changed = {key: value for key, value in (config | change).items() if value is not None}
+    assert said in refusal(STABLE_DIFFUSION.conditions, changed)

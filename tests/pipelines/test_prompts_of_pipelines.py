@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
 from hddm.networks.families.pixart import PIXART
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import texts_facts
+from hddm.networks.prompts import read_texts, texts_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, refusal, seal
@@ -208,6 +209,14 @@ def test_each_kind_of_encoder_warns_once_of_what_it_loses(
     # Neither diffusers nor transformers repeat it.
     assert "truncated" not in (error := capfd.readouterr().err)
     assert "longer than" not in error
+
+
+def test_a_pipeline_pads_prompts_to_the_tokens_of_its_family(expert: Path, name: str) -> None:
+    encoders = read_texts(expert / "text_encoder")
+    limit = 0 if name == "sdxl" else 32
+    encoders.prompts = replace(encoders.prompts, t5_tokens=limit)
+    tokens = encoders.embed(PROMPTS).conditions["encoder_hidden_states"]
+    assert tokens.shape[1] == {"sdxl": 77, "sd3": 77 + 32, "flux": 32}[name]
 
 
 LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux": "diffusers-flux"}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
-from hddm.networks.families.family import Config, Pipeline, Prompts, Taken
+from hddm.networks.families.family import Config, Pipeline, Prompts, Taken, count
 from hddm.networks.families.unet import Unet
 from hddm.networks.identity import TextEncoderRecord
 from hddm.utils.errors import HddmError
@@ -23,6 +23,8 @@ _SUPPORTED: Config = {
     "time_cond_proj_dim": (None,),
 }
 """Values of keys that name further conditions."""
+_VECTORS = "projection_class_embeddings_input_dim"
+"""Key: the width of ``text_embeds`` and of the embedded ``time_ids`` together."""
 
 
 class StableDiffusion(Unet):
@@ -43,6 +45,8 @@ class StableDiffusion(Unet):
                 raise HddmError(f"{key} {config[key]!r} of {self.name} is not supported")
         labels = super().conditions(config)
         added = self.nested if config.get("addition_embed_type") else ()
+        if added and _vector_width(config) < 1:
+            raise HddmError(f"{_VECTORS} {config[_VECTORS]} of {self.name} leaves no room for text_embeds")
         names = ("encoder_hidden_states", *labels.conditions, *added)
         return Taken(names, labels.num_classes)
 
@@ -72,8 +76,15 @@ class StableDiffusion(Unet):
 
 def _vector_width(config: Config) -> int:
     """Width of ``text_embeds``, which is embedded together with the six numbers of ``time_ids``."""
-    width: int = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-    return width
+    sizes = []
+    for key in (_VECTORS, "addition_time_embed_dim"):
+        size = count(config, key)
+        if size is None:
+            raise HddmError(
+                f"{key} is missing, which addition_embed_type text_time needs; set it in the config"
+            )
+        sizes.append(size)
+    return sizes[0] - 6 * sizes[1]
 
 
 STABLE_DIFFUSION = StableDiffusion()
