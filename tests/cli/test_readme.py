@@ -78,6 +78,13 @@ def test_contributing_names_files_and_objects_that_exist() -> None:
         assert [part for part in parts if not re.search(rf"\b{part}\b", code)] == [], row
 
 
+def test_contributing_says_what_to_change_in_few_words() -> None:
+    """A cell that needs more words is a decision without an object."""
+    for row in re.findall(r"^\| .*", (ROOT / "CONTRIBUTING.md").read_text(), re.M):
+        cells = [cell.strip() for cell in row.strip("| ").split("|")]
+        assert [cell for cell in cells if len(cell) > 300] == []
+
+
 def test_its_first_screen_shows_the_two_commands_that_set_up_a_fresh_machine() -> None:
     first = next(code for code in BLOCKS if code.page == "README.md")
     assert [words[:2] for words in _words(first)] == [["make", "quickstart"], ["make", "test"]]
