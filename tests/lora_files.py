@@ -39,7 +39,7 @@ def write_adapter(
         if ".lora_B." in name:
             parameter.data.normal_(std=size, generator=noise) if size else parameter.data.zero_()
     out.mkdir(parents=True)
-    changed = ExpertRecord.model_validate(expert.facts.model_dump() | changes)
+    changed = ExpertRecord.model_validate(expert.record.model_dump() | changes)
     save_adapted(out, Expert(expert.network, changed, expert.calibration, expert.nulls), facts)
     return out
 

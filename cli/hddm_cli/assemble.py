@@ -60,7 +60,7 @@ def assemble(
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly import change
     from hddm.experts.compatibility import read_entries
-    from hddm.experts.ensemble_folders import read_ensemble_facts
+    from hddm.experts.ensemble_folders import read_ensemble_record
     from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress
 
@@ -73,7 +73,7 @@ def assemble(
     for note in notes:
         say(f"note: {note}")
     written = out or experts[0]
-    ensemble = read_ensemble_facts(written)
+    ensemble = read_ensemble_record(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
     entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
     parts, shares_of = parts_of(entries), []

@@ -17,7 +17,7 @@ from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
     FILES,
-    read_facts,
+    read_expert_record,
     read_nulls,
     remedy,
     without_adapter,
@@ -163,7 +163,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
 
 def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     """Open an expert folder; an adapter is merged into its base."""
-    record = read_facts(folder)
+    record = read_expert_record(folder)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if record.adapter is None:
         network, weights, arguments = open_network(folder)

@@ -16,7 +16,7 @@ from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     kept_components,
-    read_ensemble_facts,
+    read_ensemble_record,
     read_model_index,
 )
 from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
@@ -201,13 +201,13 @@ def _paris(folder: Path) -> dict[str, Any]:
         "parameters": own * len(experts),
         "parameters_of_an_expert": own,
         "parameters_of_the_router": routing,
-        **experts[0].facts.model_dump(mode="json"),
+        **experts[0].record.model_dump(mode="json"),
         "architecture": expert_arguments(experts[0].network.state_dict(), folder),
     }
 
 
 def _ensemble(folder: Path) -> dict[str, Any]:
-    record = read_ensemble_facts(folder)
+    record = read_ensemble_record(folder)
     members, folders = record.experts, [member.folder for member in record.experts]
     experts = [inspect_model(folder / name) for name in folders]
     entries = read_entries([folder / name for name in folders], members)

@@ -41,7 +41,7 @@ from hddm.experts.ensemble_folders import (
     components_in,
     name_of,
     put_component,
-    read_ensemble_facts,
+    read_ensemble_record,
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
@@ -178,7 +178,7 @@ def change(
     folder (whose content would become part of it).
     """
     restore(ensemble)
-    record = read_ensemble_facts(ensemble)
+    record = read_ensemble_record(ensemble)
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())

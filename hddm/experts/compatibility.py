@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from hddm.data.shard_records import overlap
 from hddm.experts.ensemble_folders import Member, label
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_facts
+from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_expert_record
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.routers import Topic
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
@@ -89,13 +89,15 @@ class Entry:
 
 def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Entry]:
     """Read the records of expert folders; ``members`` are what was decided on them."""
-    return [Entry(str(one), read_facts(one), member) for one, member in zip(folders, members, strict=True)]
+    return [
+        Entry(str(one), read_expert_record(one), member) for one, member in zip(folders, members, strict=True)
+    ]
 
 
 def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Entry]:
     """The entries of experts whose folders were opened, or that are in memory."""
     pairs = zip(experts, members, strict=True)
-    return [Entry(one.name, one.facts, member, one.topic) for one, member in pairs]
+    return [Entry(one.name, one.record, member, one.topic) for one, member in pairs]
 
 
 def with_decisions(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:

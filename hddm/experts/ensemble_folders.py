@@ -25,7 +25,7 @@ import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
@@ -119,7 +119,7 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     """
     found = {}
     for folder in experts:
-        adapter = read_facts(folder).adapter
+        adapter = read_expert_record(folder).adapter
         if adapter is not None and adapter.base_sha256 not in found:
             base = given.get(adapter.base_sha256) or base_of(folder, adapter)
             check_base(folder, adapter, base / WEIGHTS)
@@ -187,12 +187,12 @@ class EnsembleRecord(Record):
         return [member.name or member.folder for member in self.experts]
 
 
-def read_ensemble_facts(folder: Path) -> EnsembleRecord:
+def read_ensemble_record(folder: Path) -> EnsembleRecord:
     """Read ``ensemble.json``; `HddmError` for a path or link that leaves the folder, before it is opened."""
     path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
-    facts, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
-    names = [member.folder for member in facts.experts]
-    names += [] if facts.learned is None else [facts.learned]
+    record, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
+    names = [member.folder for member in record.experts]
+    names += [] if record.learned is None else [record.learned]
     names += [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
     components = [name for name in ("scheduler", *COMPONENTS) if kinds[name] is not None]
     for name, origin in [*((one, path) for one in names), *((one, index) for one in components)]:
@@ -202,7 +202,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
                 inside(folder, file.relative_to(folder).as_posix())
         except HddmError as error:
             raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
-    return facts
+    return record
 
 
 def components_in(folder: Path) -> tuple[str, ...]:
@@ -329,12 +329,12 @@ def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
     if whole is None:
         return None
     try:
-        facts = read_ensemble_facts(whole)
+        record = read_ensemble_record(whole)
     except OlderFormat:
         # Its experts can be assembled anew.
         return None
-    places = [(whole / member.folder).resolve() for member in facts.experts]
-    return (whole, facts, places.index(expert.resolve())) if expert.resolve() in places else None
+    places = [(whole / member.folder).resolve() for member in record.experts]
+    return (whole, record, places.index(expert.resolve())) if expert.resolve() in places else None
 
 
 def name_of(expert: Path) -> str:
@@ -366,24 +366,24 @@ def _refuse_damaged_component(name: str, folder: Path) -> None:
     refuse_damaged(folder, damage(folder, record))
 
 
-def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:
+def refuse_damaged_ensemble(folder: Path, record: EnsembleRecord, experts: Collection[int]) -> None:
     """Refuse an ensemble whose files have changed since they were written (`refuse_damaged`).
 
     Only ``experts``, by index, are checked; the folders of the others are not opened.
     """
-    left_out = tuple(f"{one.folder}/" for k, one in enumerate(facts.experts) if k not in experts)
+    left_out = tuple(f"{one.folder}/" for k, one in enumerate(record.experts) if k not in experts)
     refuse_damaged(folder, damage(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out)))
 
 
 def write_ensemble_records(
-    draft: Path, facts: EnsembleRecord, components: Mapping[str, ClassName], bases: Mapping[str, Path]
+    draft: Path, record: EnsembleRecord, components: Mapping[str, ClassName], bases: Mapping[str, Path]
 ) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
     ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
     the folders of weights that adapters change, by SHA-256, of which weights, config and licence are linked.
     """
-    own = [path for one in facts.experts if (path := draft / one.folder / WEIGHTS).is_file()]
+    own = [path for one in record.experts if (path := draft / one.folder / WEIGHTS).is_file()]
     for sha256, base in bases.items():
         size = (base / WEIGHTS).stat().st_size
         # One with the weights of an expert is there already. Only what is as long can be the same.
@@ -394,12 +394,12 @@ def write_ensemble_records(
         for path in base.iterdir():
             if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
                 link_or_copy(inside(base, path.name), place / path.name)
-    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in facts.experts]
+    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in record.experts]
     today = {"format": ENSEMBLE_FORMAT, "experts": experts}
-    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | today)
-    router = {} if facts.learned is None else {"router": CLASSES["router"][0]}
+    write_json(draft / ENSEMBLE_FILE, record.model_dump(mode="json") | today)
+    router = {} if record.learned is None else {"router": CLASSES["router"][0]}
     write_model_index(draft, {**components, **router})
-    write_scheduler(draft, facts.shift)
+    write_scheduler(draft, record.shift)
     write_manifest(draft, sha256_once)
 
 

@@ -66,9 +66,9 @@ class ExpertSet(nn.Module):
         return [cast(StoredNetwork, field.network) for field in self._fields]
 
     @property
-    def facts(self) -> tuple[ExpertRecord, ...]:
+    def records(self) -> tuple[ExpertRecord, ...]:
         """Records of the experts."""
-        return tuple(expert.facts for expert in self.experts)
+        return tuple(expert.record for expert in self.experts)
 
     @property
     def entries(self) -> list[Entry]:
@@ -137,16 +137,16 @@ class ExpertSet(nn.Module):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             # Only an adapter is compared: the folder of another expert may be gone once its weights are read.
-            keeps_adapter = expert.facts.adapter is not None and not _is_changed(expert, field.dtype)
+            keeps_adapter = expert.record.adapter is not None and not _is_changed(expert, field.dtype)
             save_expert(target, expert, field.dtype, keeps_adapter)
 
 
 def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
     """An expert as a velocity field whose weights are read when first needed."""
     weak = None
-    network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
+    network = stored(expert.unread, expert.record, expert.name, dtype, device, shelf)
     if expert.weak is not None:
-        weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf)
+        weak = stored(expert.weak, expert.record, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf)
     return as_field(expert, network, weak)
 
 

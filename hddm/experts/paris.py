@@ -90,7 +90,7 @@ def paris_experts(folder: Path) -> list[Expert]:
 
 def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """The router of all ``experts``, without shards (unpublished); raises as `paris_experts`."""
-    path, shape = _weights_of(folder, ROUTER), experts[0].facts.sample_shape
+    path, shape = _weights_of(folder, ROUTER), experts[0].record.sample_shape
     arguments = router_arguments(read_header(path)[0], path)
     network = unread(RouterTransformer, arguments, path, str(path.with_name(_MISFIT)))
     if arguments["num_experts"] != len(experts):

@@ -214,8 +214,8 @@ def components_of(expert: Path) -> dict[str, Path]:
     found = kept_components(expert)
     if (held := held_by(expert)) is None:
         return found
-    whole, facts, k = held
-    entries = read_entries([whole / one.folder for one in facts.experts], facts.experts)
+    whole, record, k = held
+    entries = read_entries([whole / one.folder for one in record.experts], record.experts)
     for name in KEPT:
         number = numbers_of(entries, name)[k]
         place = inside(whole, numbered(name, number))

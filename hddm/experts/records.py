@@ -199,7 +199,7 @@ class Expert:
     """
 
     network: ModelMixin
-    facts: ExpertRecord
+    record: ExpertRecord
     calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
     weak: Unread[ModelMixin] | None = None
@@ -228,8 +228,8 @@ class Expert:
 
     def read(self, dtype: torch.dtype = torch.float32) -> "Expert":
         """The expert with its weights in memory, which then belong to no folder."""
-        network, facts = self.unread.load(dtype), without_adapter(self.facts)
-        return replace(self, network=network, facts=facts, weights=None, folder=None, base=None)
+        network, record = self.unread.load(dtype), without_adapter(self.record)
+        return replace(self, network=network, record=record, weights=None, folder=None, base=None)
 
 
 def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
@@ -256,12 +256,12 @@ def save_expert(
     ``keeps_adapter`` the files of its adapter are taken as they are; else its weights are merged.
     """
     expert.network.save_config(folder)
-    facts, tensors = expert.facts, expert.network.state_dict()
-    if keeps_adapter and facts.adapter and expert.folder:
+    record, tensors = expert.record, expert.network.state_dict()
+    if keeps_adapter and record.adapter and expert.folder:
         for name in _ADAPTER:
             link_or_copy(expert.folder / name, folder / name)
     else:
-        facts = without_adapter(facts)
+        record = without_adapter(record)
         if any(value.is_meta for value in tensors.values()):
             tensors = expert.unread.read(dtype)
         here = {name: value.cpu().contiguous() for name, value in tensors.items()}
@@ -272,7 +272,7 @@ def save_expert(
         expert.topic.save(folder)
     if expert.weak is not None:
         save_file(expert.weak.read(torch.bfloat16), folder / WEAK_FILE, {"format": "pt"})
-    write_records(folder, facts, expert.nulls)
+    write_records(folder, record, expert.nulls)
 
 
 def joint_licence(licences: Iterable[str | None]) -> str | None:
@@ -280,11 +280,11 @@ def joint_licence(licences: Iterable[str | None]) -> str | None:
     return " AND ".join(sorted(set(filter(None, licences)))) or None
 
 
-def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
+def write_records(folder: Path, record: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
     """Write the record beside the network in ``folder``, and a manifest of all files."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    write_json(folder / EXPERT_FILE, record.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder, read=(EXPERT_FILE, *FILES))
 
 
@@ -308,7 +308,7 @@ def as_field(
 
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
     """
-    record = expert.facts
+    record = expert.record
     nulls = null_conditions(record.null_class) | dict(expert.nulls)
     try:
         return VelocityField(
@@ -333,23 +333,23 @@ def as_field(
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
     """An expert as a velocity field that shares its network; raises as `as_field`."""
-    network = wrapped(expert.network, expert.facts).to(device)
+    network = wrapped(expert.network, expert.record).to(device)
     weak = None
     if expert.weak is not None:
-        weak = stored(expert.weak, expert.facts, WEAK_FILE, expert.network.dtype, device, Shelf())
+        weak = stored(expert.weak, expert.record, WEAK_FILE, expert.network.dtype, device, Shelf())
     return as_field(expert, network, weak)
 
 
 def stored(
     unread: Unread[ModelMixin],
-    facts: ExpertRecord,
+    record: ExpertRecord,
     origin: str,
     dtype: torch.dtype,
     device: torch.device | str,
     shelf: Shelf,
 ) -> StoredNetwork:
     """A network in the call that experts share, its weights read on demand; ``origin`` names it in errors."""
-    common = wrapped(unread.network, facts)
+    common = wrapped(unread.network, record)
     prefix = "model." if isinstance(common, NetworkWrapper) else ""
 
     def read(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -364,9 +364,9 @@ def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
     return network if is_common else NetworkWrapper(network)
 
 
-def without_adapter(facts: ExpertRecord) -> ExpertRecord:
+def without_adapter(record: ExpertRecord) -> ExpertRecord:
     """The record of an expert in memory, whose weights include its adapter."""
-    return facts.model_copy(update={"adapter": None})
+    return record.model_copy(update={"adapter": None})
 
 
 def not_a_model(folder: Path, found: str) -> UsageError:
@@ -391,7 +391,7 @@ def _remedy_for_file(path: Path) -> str:
     return f"hddm convert {path} --out EXPERT makes an expert of a checkpoint"
 
 
-def read_facts(folder: Path) -> ExpertRecord:
+def read_expert_record(folder: Path) -> ExpertRecord:
     """The record of an expert folder; raises as `read_record`, and `not_a_model`."""
     if not (folder / EXPERT_FILE).exists():
         raise not_a_model(folder, f"no expert folder ({EXPERT_FILE})")
@@ -411,7 +411,7 @@ def open_expert(
     network or weights that are unreadable or do not fit each other, an adapter without its base, and files
     that differ from the manifest; NaN, Inf and another base are found when weights are read.
     """
-    record = read_facts(folder)
+    record = read_expert_record(folder)
     base = None if record.adapter is None else base_of(folder, record.adapter, bases)
     unread = unread_network(folder, of_experts(), base and base / WEIGHTS)
     if record.adapter is not None and base is not None:
@@ -449,10 +449,10 @@ def remedy(folder: Path) -> str:
     )
 
 
-def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -> None:
+def save_router(folder: Path, network: RouterTransformer, record: RouterRecord) -> None:
     """Write a router into an existing empty ``folder``."""
     network.save_pretrained(folder)
-    write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    write_json(folder / ROUTER_FILE, record.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, "config.json"))
 
 

@@ -254,7 +254,7 @@ def recalibrate(folder: Path, shard_folder: Path | None = None, *, settings: Cal
     num_images, steps, seed = settings.num_images, settings.steps, settings.seed
     restore(folder.resolve())
     expert = open_expert(folder, with_calibration=False)
-    record = expert.facts
+    record = expert.record
     why = "a calibration is for velocities, but a student of few steps predicts means over steps"
     record.refuse_student(str(folder), why)
     if record.training_calibration:

@@ -107,10 +107,10 @@ def saving(
     def write(draft: Path, fitted: Fitted) -> None:
         network = expert.network.requires_grad_(False)
         training = fitted.record(recipe, origin)
-        facts = expert.facts.model_copy(update={"training": training})
+        record = expert.record.model_copy(update={"training": training})
         weak = unread_as(network, fitted.state.weak) if fitted.state.weak else None
-        trained = replace(expert, facts=facts, weak=weak)
-        if trained.calibration is None and facts.sampling_steps is None:
+        trained = replace(expert, record=record, weak=weak)
+        if trained.calibration is None and record.sampling_steps is None:
             with placed(network, fitted.device):
                 field = field_of(trained, fitted.device)
                 trained = replace(trained, calibration=fit_on_shard(shard, field, conditions, recipe.seed))

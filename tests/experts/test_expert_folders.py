@@ -20,7 +20,7 @@ from hddm.experts.records import (
     field_of,
     null_conditions,
     open_expert,
-    read_facts,
+    read_expert_record,
     read_router,
     save_expert,
     save_router,
@@ -86,7 +86,7 @@ def test_a_loaded_expert_has_the_velocity_that_was_saved(
         assert v.isfinite().all()
     assert torch.equal(after.velocity(X, TIMES), before.velocity(X, TIMES))
     assert (after.classes, after.sample_shape) == (("a", "b", "c"), SHAPE)
-    assert open_expert(tmp_path).read().facts == expert.facts
+    assert open_expert(tmp_path).read().record == expert.record
 
 
 def test_a_loaded_router_has_the_logits_that_were_saved(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_loading_and_sampling_return_is_shown_in_a_short_line(flow_expert: 
 def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "model.safetensors"
     checkpoint.write_bytes(b"")
-    readers = (hddm.load, hddm.HDDMPipeline.from_pretrained, read_facts)
+    readers = (hddm.load, hddm.HDDMPipeline.from_pretrained, read_expert_record)
     for read in readers:
         message = refusal(read, checkpoint)
         assert "it is a file, and a model is a folder" in message

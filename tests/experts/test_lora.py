@@ -94,7 +94,7 @@ def test_the_merged_network_is_that_of_peft(expert: Expert, given: dict[str, Ten
     base = write_base(tmp_path / "base", expert)
     folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
     mine, network = open_expert(folder).read(), open_expert(base).read().network
-    x, t = states(mine.facts.sample_shape)
+    x, t = states(mine.record.sample_shape)
     found, plain = (known_family(one).call(one, x, 1000 * t, given) for one in (mine.network, network))
     of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
     expected = known_family(of_peft).call(of_peft, x, 1000 * t, given)

@@ -167,7 +167,7 @@ def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     (whole / "experts" / "notes.txt").write_text("mine")
     expert = whole / "experts" / "0"
     before = contents(whole)
-    record = open_expert(expert).facts
+    record = open_expert(expert).record
     old = Calibration.load(expert)
     assert old is not None
     new = replace(old, weights=old.weights / 2)
