@@ -14,9 +14,10 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_record
+from hddm.experts.expert import Expert, save_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
+from hddm.experts.records import ExpertRecord, RouterRecord, save_router
 from hddm.networks.families import known_family
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer

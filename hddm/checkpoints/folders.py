@@ -12,16 +12,9 @@ from torch import Tensor
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
+from hddm.experts.expert import without_adapter
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
-from hddm.experts.records import (
-    EXPERT_FILE,
-    EXTRAS_FILE,
-    FILES,
-    read_expert_record,
-    read_nulls,
-    remedy,
-    without_adapter,
-)
+from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, read_nulls, remedy
 from hddm.networks.families import known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,

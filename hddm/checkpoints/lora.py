@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from hddm.checkpoints import ldm
 from hddm.checkpoints.headers import licence_in, predictions_in
 from hddm.experts.ensemble_folders import keep_component, whole_components
+from hddm.experts.expert import open_expert
 from hddm.experts.lora import (
     AdapterRecord,
     adapter_of,
@@ -33,7 +34,7 @@ from hddm.experts.lora import (
     tensor_names,
     write_adapter,
 )
-from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, open_expert, write_records
+from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, write_records
 from hddm.networks.families import family_of
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown

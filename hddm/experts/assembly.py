@@ -45,6 +45,7 @@ from hddm.experts.ensemble_folders import (
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
+from hddm.experts.expert import open_expert
 from hddm.experts.lora import BASES, bases_in
 from hddm.experts.parts import arrange, parts_of
 from hddm.experts.records import (
@@ -53,7 +54,6 @@ from hddm.experts.records import (
     ROUTER_FILE,
     RouterRecord,
     foreign_files,
-    open_expert,
     open_router,
     read_router,
     weights_in,

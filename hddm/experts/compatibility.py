@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from hddm.data.shard_records import overlap
 from hddm.experts.ensemble_folders import Member, label
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_expert_record
+from hddm.experts.expert import Expert
+from hddm.experts.records import ExpertRecord, RouterRecord, read_expert_record
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.routers import Topic
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line

@@ -10,7 +10,8 @@ from torch import nn
 
 from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.records import WEAK_FILE, Expert, ExpertRecord, as_field, save_expert, stored
+from hddm.experts.expert import Expert, as_field, save_expert, stored
+from hddm.experts.records import WEAK_FILE, ExpertRecord
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.wrappers import compile_blocks
 from hddm.settings import Computing

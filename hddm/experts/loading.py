@@ -30,20 +30,12 @@ from hddm.experts.ensemble_folders import (
     whole_components,
     write_ensemble_records,
 )
+from hddm.experts.expert import Expert, field_of, open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.lora import bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
-from hddm.experts.records import (
-    EXPERT_FILE,
-    Expert,
-    RouterRecord,
-    field_of,
-    not_a_model,
-    open_expert,
-    read_router,
-    save_router,
-)
+from hddm.experts.records import EXPERT_FILE, RouterRecord, not_a_model, read_router, save_router
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy

@@ -40,6 +40,7 @@ BASES = "bases"
 """Folder of an ensemble for weights that adapters change."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 PREFIX = "base_model.model."
 """The prefix that peft puts before the name of every tensor."""
 

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, RouterRecord, SourceRecord
+from hddm.experts.expert import Expert
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import Unread, unread
 from hddm.networks.text_encoder import text_encoder_facts

@@ -17,7 +17,7 @@ from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.records import field_of, open_expert
+from hddm.experts.expert import field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.running import Seeded
 from hddm.schedules import DiscreteSchedule

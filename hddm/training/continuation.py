@@ -48,8 +48,9 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration, Moments
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
+from hddm.experts.expert import Expert, field_of, save_expert
 from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, tensor_names, write_adapter
-from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
+from hddm.experts.records import EXPERT_FILE, FORMAT, write_records
 from hddm.networks.families import known_family
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config

@@ -11,18 +11,8 @@ from torch import Tensor
 
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.records import (
-    EXPERT_FILE,
-    Expert,
-    ExpertRecord,
-    ShardRecord,
-    field_of,
-    null_conditions,
-    open_expert,
-    save_expert,
-    unread_as,
-    weights_in,
-)
+from hddm.experts.expert import Expert, field_of, null_conditions, open_expert, save_expert, unread_as
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, ShardRecord, weights_in
 from hddm.networks.families.expert import EXPERT
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard

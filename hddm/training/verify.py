@@ -16,16 +16,9 @@ from hddm.calibration import START
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_record, whole_components
+from hddm.experts.expert import Expert, field_of, open_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
-from hddm.experts.records import (
-    EXPERT_FILE,
-    ROUTER_FILE,
-    Expert,
-    ExpertRecord,
-    field_of,
-    foreign_files,
-    open_expert,
-)
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
 from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced

@@ -14,18 +14,8 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import to_unit_range
 from hddm.experts.assembly import assemble
-from hddm.experts.records import (
-    WEAK_FILE,
-    Expert,
-    field_of,
-    null_conditions,
-    open_expert,
-    read_expert_record,
-    read_router,
-    save_expert,
-    save_router,
-    unread_as,
-)
+from hddm.experts.expert import Expert, field_of, null_conditions, open_expert, save_expert, unread_as
+from hddm.experts.records import WEAK_FILE, read_expert_record, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline

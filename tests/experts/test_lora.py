@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
+from hddm.experts.expert import Expert, open_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS, adapter_of
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, open_expert
+from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm
+from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import Expert
 from hddm.pipelines.parts import Offloading
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
@@ -177,7 +177,7 @@ def test_contradicting_prompts_are_refused(pipe: HDDMPipeline, given: dict[str, 
 
 
 def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) -> None:
-    experts = [hddm.experts.records.Expert(one.network, one.record, None) for one in text_experts()]
+    experts = [Expert(one.network, one.record, None) for one in text_experts()]
     bare = load_pipeline(write_ensemble(tmp_path, experts))
     text = torch.randn(1, 77, 16, generator=torch.Generator().manual_seed(0))
     options = {"seed": 0, "num_inference_steps": 2, "output_type": "latent", "guidance_scale": 2.0}

@@ -13,7 +13,7 @@ import hddm
 from hddm.data.shards import NO_CAPTION, Rows, TokenStore
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
-from hddm.experts.records import save_expert
+from hddm.experts.expert import save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Seeded
