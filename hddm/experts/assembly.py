@@ -13,7 +13,6 @@ from pathlib import Path
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.compatibility import (
     SHARE_TOLERANCE,
-    Entry,
     Findings,
     common_shift,
     compare_classes,
@@ -23,9 +22,7 @@ from hddm.experts.compatibility import (
     index_of,
     kinds_of,
     note_overlaps,
-    read_entries,
     router_outputs,
-    with_decisions,
     with_settings,
 )
 from hddm.experts.ensemble_folders import (
@@ -45,7 +42,7 @@ from hddm.experts.ensemble_folders import (
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
-from hddm.experts.expert import open_expert
+from hddm.experts.expert import Expert, experts_in, open_expert, read_experts, with_decisions
 from hddm.experts.lora import BASES, bases_in
 from hddm.experts.parts import arrange, parts_of
 from hddm.experts.records import (
@@ -109,7 +106,7 @@ class Changed:
 
     folder: Path
     record: EnsembleRecord
-    experts: Sequence[Entry]
+    experts: Sequence[Expert]
     kept: Sequence[int]
 
 
@@ -139,8 +136,8 @@ def assemble(
     calibrations that are not those of their record.
     """
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
-    entries, strategy = read_entries(experts, members), settings.strategy or DEFAULT_STRATEGY
-    return write_ensemble(entries, out, named_router(router), strategy, overwrite, settings)
+    opened, strategy = read_experts(experts, members), settings.strategy or DEFAULT_STRATEGY
+    return write_ensemble(opened, out, named_router(router), strategy, overwrite, settings)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -182,15 +179,15 @@ def change(
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
-    entries = read_entries([ensemble / member.folder for member in record.experts], record.experts)
-    domains = domains_of(entries)
-    gone = {index_of(str(name), entries, "`remove`") for name in remove}
+    experts = experts_in(ensemble, record)
+    domains = domains_of(experts)
+    gone = {index_of(str(name), experts, "`remove`") for name in remove}
     if not add:
         # What is left of a domain cannot make a sample alone.
         gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
-    kept = [k for k in range(len(entries)) if k not in gone]
-    added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
-    staying = _left(entries, domains, kept)
+    kept = [k for k in range(len(experts)) if k not in gone]
+    added = read_experts(add, [Member(folder="", name=name_of(folder)) for folder in add])
+    staying = _left(experts, domains, kept)
     everyone, chosen = [*staying, *added], settings.strategy or record.strategy
     if router is None:
         routing, notes = _kept_router(ensemble, record, everyone, chosen)
@@ -199,24 +196,24 @@ def change(
         everyone = with_decisions(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     # In place, the folder itself and not a link to it is exchanged.
-    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
+    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, experts, kept)
     overwrite = out is None or overwrite
     return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
 
 
-def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int]) -> list[Entry]:
+def _left(experts: Sequence[Expert], domains: Sequence[int], kept: Sequence[int]) -> list[Expert]:
     """The experts that are left, with what was decided on them.
 
     If an expert leaves a domain, the remaining ones keep the domain's whole share, so that another can take
     its place; their ``domain`` is cleared.
     """
-    shares = [one.member.share for one in entries]
+    shares = [one.member.share for one in experts]
     total = math.fsum(share or 0.0 for share in shares)
     are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
     of, left = Counter(domains), Counter(domains[k] for k in kept)
     updated = []
     for k in kept:
-        one, before, now = entries[k], of[domains[k]], left[domains[k]]
+        one, before, now = experts[k], of[domains[k]], left[domains[k]]
         share = one.member.share
         if share is not None:
             share = (share if are_parts else share / total) * before / now
@@ -226,7 +223,7 @@ def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int])
 
 
 def _kept_router(
-    ensemble: Path, record: EnsembleRecord, entries: Sequence[Entry], strategy: str
+    ensemble: Path, record: EnsembleRecord, experts: Sequence[Expert], strategy: str
 ) -> tuple[Routing, list[str]]:
     """The router of a changed ensemble, and a note where it knows too few shards and is left out."""
     if record.learned is None:
@@ -234,12 +231,12 @@ def _kept_router(
     known = read_record(ensemble / record.learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
     unknown = [
         one.name
-        for one in entries
+        for one in experts
         if one.member.output is None and (one.record.shard is None or one.record.shard.hash not in known)
     ]
     # Experts of several kinds are drawn, and nothing routes.
-    can_route = len(set(kinds_of(entries))) == 1
-    can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
+    can_route = len(set(kinds_of(experts))) == 1
+    can_route = can_route and all((one.place / CALIBRATION).is_file() for one in experts)
     if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
         note = f"the router does not know the shard of {', '.join(unknown)} and is left out; {instead}"
@@ -248,7 +245,7 @@ def _kept_router(
 
 
 def write_ensemble(
-    entries: Sequence[Entry],
+    experts: Sequence[Expert],
     out: Path,
     routing: Routing,
     strategy: str,
@@ -260,15 +257,15 @@ def write_ensemble(
 
     Where one is changed, its own experts come first; they were checked in full when they came.
     """
-    if not entries:
+    if not experts:
         raise HddmError("no expert is left; an ensemble needs at least one")
     stay = 0 if before is None else len(before.kept)
-    folders = [one.folder for one in entries]
+    folders = [one.place for one in experts]
     given = {name: folder for name in KEPT if (folder := getattr(settings, name)) is not None}
     router = routing.folder if routing.is_new else None
     bases = bases_of(folders, bases_in(settings.base))
-    entries = with_settings(entries, settings.share, settings.classes, settings.domain)
-    Strategy.parse(strategy).check(len(set(domains_of(entries))))
+    experts = with_settings(experts, settings.share, settings.classes, settings.domain)
+    Strategy.parse(strategy).check(len(set(domains_of(experts))))
     is_drawn = routing.folder is None and routing.evidence is None
     if is_drawn and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs `router`; only 'draw' does without")
@@ -277,16 +274,16 @@ def write_ensemble(
         if folders.count(folder) > 1:
             found.differ(str(folder), "is named twice; name it once")
     if not found.differences:
-        compare_experts(entries, found, is_drawn)
+        compare_experts(experts, found, is_drawn)
         for name in list(found.differences) if not is_drawn else ():
             found.differ(name, "so it can be drawn, without a router, and not mixed")
-        compare_domains(entries, found)
-        compare_classes(entries, found)
+        compare_domains(experts, found)
+        compare_classes(experts, found)
         own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
-        parts, entries = arrange(entries, given, own, stay, found)
+        parts, experts = arrange(experts, given, own, stay, found)
         if routing.folder is not None:
-            entries = _with_outputs(entries, routing.folder, found)
-        if len(set(kinds_of(entries))) > 1:
+            experts = _with_outputs(experts, routing.folder, found)
+        if len(set(kinds_of(experts))) > 1:
             found.note(
                 "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
             )
@@ -294,16 +291,16 @@ def write_ensemble(
         if not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
     found.refuse()
-    note_overlaps(entries, found)
-    parts_of(entries, found=found)
-    shift = common_shift(entries, found)
+    note_overlaps(experts, found)
+    parts_of(experts, found=found)
+    shift = common_shift(experts, found)
     if before is not None:
         if common_shift(before.experts, Findings()) != before.record.shift:
             shift = before.record.shift
         refuse_damaged_ensemble(before.folder, before.record, before.kept)
-    entries = with_decisions(entries, folder=[f"experts/{k}" for k in range(len(entries))])
+    experts = with_decisions(experts, folder=[f"experts/{k}" for k in range(len(experts))])
     record = EnsembleRecord(
-        experts=tuple(one.member for one in entries),
+        experts=tuple(one.member for one in experts),
         router=MOMENTS if routing.evidence is not None else None if is_drawn else ROUTER,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
         strategy=strategy,
@@ -330,15 +327,15 @@ def write_ensemble(
     return tuple(found.notes)
 
 
-def _with_outputs(entries: Sequence[Entry], folder: Path, found: Findings) -> list[Entry]:
+def _with_outputs(experts: Sequence[Expert], folder: Path, found: Findings) -> list[Expert]:
     """The experts with their outputs of a learned router, where these do not follow from their shards."""
     router, known = open_router(folder)
-    outputs = router_outputs(entries, known, router.network.config.num_experts, found, str(folder))
-    if len(outputs) < len(entries):
-        return list(entries)
-    is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in entries]
+    outputs = router_outputs(experts, known, router.network.config.num_experts, found, str(folder))
+    if len(outputs) < len(experts):
+        return list(experts)
+    is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in experts]
     return with_decisions(
-        entries, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)]
+        experts, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)]
     )
 
 

@@ -9,23 +9,21 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hddm.data.shard_records import overlap
-from hddm.experts.ensemble_folders import Member, label
-from hddm.experts.expert import Expert
-from hddm.experts.records import ExpertRecord, RouterRecord, read_expert_record
+from hddm.experts.ensemble_folders import label
+from hddm.experts.expert import Expert, with_decisions
+from hddm.experts.records import ExpertRecord, RouterRecord
 from hddm.networks.identity import UnreadVae, VaeRecord
-from hddm.routers import Topic
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import read_yaml
 from hddm.utils.records import WHOLE, composed
 from hddm.velocity import misfit_of
 
 SHARE_TOLERANCE = 1e-6
-_NEW = Member(folder="")
 Value = TypeVar("Value")
 
 ClassNames = Sequence[str] | Mapping[int | str, str]
@@ -65,72 +63,18 @@ class Findings:
             raise HddmError(message, lines)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An expert among others: its name in messages, mostly a folder, its record, and what was decided on it.
-
-    ``topic`` is what its prompts are about, where that was read.
-    """
-
-    name: str
-    record: ExpertRecord
-    member: Member = _NEW
-    topic: Topic | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Its folder."""
-        return Path(self.name)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of its classes, in its own numbering."""
-        return self.member.classes or self.record.classes
-
-
-def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Entry]:
-    """Read the records of expert folders; ``members`` are what was decided on them."""
-    return [
-        Entry(str(one), read_expert_record(one), member) for one, member in zip(folders, members, strict=True)
-    ]
-
-
-def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Entry]:
-    """The entries of experts whose folders were opened, or that are in memory."""
-    pairs = zip(experts, members, strict=True)
-    return [Entry(one.name, one.record, member, one.topic) for one, member in pairs]
-
-
-def with_decisions(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:
-    """``entries`` with fields of their `Member` replaced, one value per expert."""
-    return [
-        replace(one, member=one.member.model_copy(update=dict(zip(decisions, values, strict=True))))
-        for one, *values in zip(entries, *decisions.values(), strict=True)
-    ]
-
-
-def takes_text(record: ExpertRecord) -> bool:
-    """True for an expert of prompts."""
-    return "encoder_hidden_states" in record.conditions
-
-
-def takes_classes(record: ExpertRecord) -> bool:
-    """True for an expert of classes."""
-    return "class_labels" in record.conditions
-
-
-def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
+def identities(experts: Sequence[Expert], name: str) -> list[Hashable]:
     """Record of each expert's ``vae`` or ``text_encoder``; None for an expert of pixels, or without text.
 
     An expert that does not record its own has the first that is known, or else one called ``unknown``. One
     whose VAE could not be read has another expert's that could be it, or else that one.
     """
     is_text = name == "text_encoder"
-    needs = [takes_text(one.record) if is_text else one.record.space == "latents" for one in entries]
-    known = [getattr(one.record, name) or getattr(one.member, name) for one in entries]
+    needs = [one.record.takes_text if is_text else one.record.space == "latents" for one in experts]
+    known = [getattr(one.record, name) or getattr(one.member, name) for one in experts]
     if not is_text:
         read = [own for own in known if isinstance(own, VaeRecord)]
-        known = [own or _vae_among(one.record, read) for own, one in zip(known, entries, strict=True)]
+        known = [own or _vae_among(one.record, read) for own, one in zip(known, experts, strict=True)]
     first = next((own for own, need in zip(known, needs, strict=True) if need and own), "unknown")
     return [own or first if need else None for own, need in zip(known, needs, strict=True)]
 
@@ -143,31 +87,31 @@ def _vae_among(record: ExpertRecord, read: Sequence[VaeRecord]) -> VaeRecord | U
     return next((vae for vae in read if unread.misfit(vae) is None), unread)
 
 
-def kinds_of(entries: Sequence[Entry]) -> list[Hashable]:
+def kinds_of(experts: Sequence[Expert]) -> list[Hashable]:
     """Shape, space and VAE of each expert's samples; samples of one kind can be mixed."""
-    vaes = identities(entries, "vae")
-    return [(one.record.sample_shape, one.record.space, vae) for one, vae in zip(entries, vaes, strict=True)]
+    vaes = identities(experts, "vae")
+    return [(one.record.sample_shape, one.record.space, vae) for one, vae in zip(experts, vaes, strict=True)]
 
 
-def domains_of(entries: Sequence[Entry]) -> tuple[int, ...]:
+def domains_of(experts: Sequence[Expert]) -> tuple[int, ...]:
     """For each expert the index of the first expert of its domain.
 
     A domain was set by hand, or has the experts of one shard, each for a part of t.
     """
     keys: list[Hashable] = []
-    for k, one in enumerate(entries):
+    for k, one in enumerate(experts):
         shard = None if one.record.noise_range == WHOLE else one.record.shard
         keys.append(("set", one.member.domain) if one.member.domain else k if shard is None else shard.hash)
     return tuple(map(keys.index, keys))
 
 
 def with_settings(
-    entries: Sequence[Entry],
+    experts: Sequence[Expert],
     share: Mapping[str, float] | None,
     classes: Path | Mapping[str, ClassNames] | None,
     domain: Sequence[Sequence[str]],
-) -> list[Entry]:
-    """``entries`` with the shares, classes and domains of these experts, named as in `index_of`.
+) -> list[Expert]:
+    """``experts`` with the shares, classes and domains of these experts, named as in `index_of`.
 
     ``classes`` may be in a file (`read_classes`).
     Shares of a domain's experts are added, and divided equally among them. A class that is not mentioned
@@ -175,33 +119,33 @@ def with_settings(
     classes that an expert takes, and for shares that do not sum to 1.
     """
     classes = read_classes(classes) if isinstance(classes, Path) else classes
-    names = _by_index(classes, entries, "`classes`")
-    entries = with_decisions(
-        entries,
+    names = _by_index(classes, experts, "`classes`")
+    experts = with_decisions(
+        experts,
         classes=[
-            _names_of(names[k], one) if k in names else one.member.classes for k, one in enumerate(entries)
+            _names_of(names[k], one) if k in names else one.member.classes for k, one in enumerate(experts)
         ],
     )
-    groups = [[index_of(name, entries, "`domain`") for name in group] for group in domain]
-    taken = [one.member.domain for one in entries]
+    groups = [[index_of(name, experts, "`domain`") for name in group] for group in domain]
+    taken = [one.member.domain for one in experts]
     broken = {taken[k] for group in groups for k in group}
     taken = [None if one in broken else one for one in taken]
     for group in groups:
-        text = " + ".join(str(entries[k].member.name) for k in group)
+        text = " + ".join(str(experts[k].member.name) for k in group)
         while text in taken:
             text += " '"
         for k in group:
             taken[k] = text
-    entries = with_decisions(entries, domain=taken)
-    domains, shares = domains_of(entries), _by_index(share, entries, "`share`")
-    before = [one.member.share for one in entries]
+    experts = with_decisions(experts, domain=taken)
+    domains, shares = domains_of(experts), _by_index(share, experts, "`share`")
+    before = [one.member.share for one in experts]
     known = [one for one in before if one is not None]
-    now = _spread([shares.get(k) for k in range(len(entries))], domains)
-    if not shares and len(known) == len(entries) and math.fsum(known) > 0:
+    now = _spread([shares.get(k) for k in range(len(experts))], domains)
+    if not shares and len(known) == len(experts) and math.fsum(known) > 0:
         now = [one / math.fsum(known) for one in known]
     now = _spread([old if new is None else new for new, old in zip(now, before, strict=True)], domains)
-    _check_shares(entries, now)
-    return with_decisions(entries, share=now)
+    _check_shares(experts, now)
+    return with_decisions(experts, share=now)
 
 
 def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[float | None]:
@@ -214,8 +158,8 @@ def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[floa
     return found
 
 
-def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> None:
-    free = [one.name for one, share in zip(entries, shares, strict=True) if share is None]
+def _check_shares(experts: Sequence[Expert], shares: Sequence[float | None]) -> None:
+    free = [one.name for one, share in zip(experts, shares, strict=True) if share is None]
     total = math.fsum(share for share in shares if share is not None)
     if free and total > 1 - SHARE_TOLERANCE:
         raise UsageError(f"`share`: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
@@ -223,32 +167,32 @@ def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> N
         raise UsageError(f"`share`: the shares of all experts sum to {total:g}; they must sum to 1")
 
 
-def _by_index(given: Mapping[str, Value] | None, entries: Sequence[Entry], option: str) -> dict[int, Value]:
+def _by_index(given: Mapping[str, Value] | None, experts: Sequence[Expert], option: str) -> dict[int, Value]:
     """Values by names of experts (`index_of`), by their indices; `HddmError` for an expert named twice."""
     found: dict[int, Value] = {}
     for name, value in (given or {}).items():
-        if (k := index_of(name, entries, option)) in found:
-            raise HddmError(f"{option} {one_line(name, 60)}: {entries[k].name} is named twice; name it once")
+        if (k := index_of(name, experts, option)) in found:
+            raise HddmError(f"{option} {one_line(name, 60)}: {experts[k].name} is named twice; name it once")
         found[k] = value
     return found
 
 
-def index_of(name: str, entries: Sequence[Entry], option: str) -> int:
+def index_of(name: str, experts: Sequence[Expert], option: str) -> int:
     """Index of an expert by its folder, the end of its path, its name in the ensemble, or its number.
 
     Digits alone are no name. Raises `HddmError` for no expert, and for several.
     """
     full, steps = Path(name).resolve(), Path(name).parts
-    found = [k for k, one in enumerate(entries) if one.folder.resolve() == full]
+    found = [k for k, one in enumerate(experts) if one.place.resolve() == full]
     found = found or [
         k
-        for k, one in enumerate(entries)
-        if one.folder.parts[-len(steps) :] == steps or (name == one.member.name and not name.isdecimal())
+        for k, one in enumerate(experts)
+        if one.place.parts[-len(steps) :] == steps or (name == one.member.name and not name.isdecimal())
     ]
-    found = found or [k for k in range(len(entries)) if str(k) == name]
+    found = found or [k for k in range(len(experts)) if str(k) == name]
     if len(found) != 1:
         which = "no expert" if not found else f"{len(found)} experts"
-        known = ", ".join(label(one.name, one.member.name or one.name) for one in entries)
+        known = ", ".join(label(one.name, one.member.name or one.name) for one in experts)
         raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose one of {known}")
     return found[0]
 
@@ -275,7 +219,7 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
     return classes
 
 
-def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
+def _names_of(given: ClassNames, expert: Expert) -> tuple[str, ...]:
     """Names of all of an expert's classes, where ``given`` has them all, or new ones of some."""
     known, origin = expert.classes, f"`classes` {expert.name}"
     size = len(known) or expert.record.null_class
@@ -286,7 +230,7 @@ def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
             what = f"{origin}: has {len(names)} classes, and no {one_line(unknown[0], 60)}"
             raise HddmError(what + did_you_mean(str(unknown[0]), known))
         given = [*(names | {numbers[one]: new for one, new in given.items()}).values()]
-    number = size if takes_classes(expert.record) and size is not None else len(given)
+    number = size if expert.record.takes_classes and size is not None else len(given)
     if given and not len(set(given)) == len(given) == number:
         raise HddmError(f"{origin}: gives {len(set(given))} different names, and it takes {number} classes")
     return tuple(given)
@@ -308,19 +252,19 @@ def _qualities(record: ExpertRecord, vae: Hashable) -> dict[str, Any]:
     return found | {"VAE": None if own is None else str(own), "VAE's scale": None, "VAE's shift": None}
 
 
-def compare_experts(entries: Sequence[Entry], found: Findings, is_drawn: bool = False) -> None:
+def compare_experts(experts: Sequence[Expert], found: Findings, is_drawn: bool = False) -> None:
     """Record each expert's differences from the most common values, of equally common ones the first.
 
     Experts that are drawn, one per sample, may make samples of several kinds.
     """
-    vaes = identities(entries, "vae")
-    qualities = [_qualities(one.record, vae) for one, vae in zip(entries, vaes, strict=True)]
+    vaes = identities(experts, "vae")
+    qualities = [_qualities(one.record, vae) for one, vae in zip(experts, vaes, strict=True)]
     for key in qualities[0]:
         values = [one[key] for one in qualities]
         known = Counter(value for value in values if value is not None)
         usual = known.most_common(1)[0][0] if known else None
         silent = []
-        for one, value in zip(entries, values, strict=True):
+        for one, value in zip(experts, values, strict=True):
             if not is_drawn and value not in (None, usual):
                 found.differ(one.name, f"{key} {value}, not {usual}")
             if value is None and (key == "latent_scale" or (key == "VAE" and one.record.space == "latents")):
@@ -329,21 +273,21 @@ def compare_experts(entries: Sequence[Entry], found: Findings, is_drawn: bool = 
             found.note(f"{name} does not record its {key}; taken on trust")
         if not known and len(silent) > 1 and key == "VAE":
             found.note("no expert records its VAE; that all share one is taken on trust")
-    students = [one.name for one in entries if one.record.sampling_steps is not None]
-    if 0 < len(students) < len(entries) or not is_drawn:
+    students = [one.name for one in experts if one.record.sampling_steps is not None]
+    if 0 < len(students) < len(experts) or not is_drawn:
         for name in students:
             found.differ(name, "is a student of few steps; it can be drawn, and only among students")
 
 
-def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
+def compare_domains(experts: Sequence[Expert], found: Findings) -> None:
     """Refuse domains whose noise ranges do not cover [0, 1] once, or whose experts are of unlike data.
 
     Several domains of one shard need shares that say how they divide it.
     """
-    domains, kinds, first = domains_of(entries), kinds_of(entries), dict[str, Entry]()
+    domains, kinds, first = domains_of(experts), kinds_of(experts), dict[str, Expert]()
     for domain in dict.fromkeys(domains):
         numbers = [k for k, own in enumerate(domains) if own == domain]
-        of = [entries[k] for k in numbers]
+        of = [experts[k] for k in numbers]
         name, ranges = " and ".join(one.name for one in of), [one.record.noise_range for one in of]
         if misfit := misfit_of(ranges):
             parts = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
@@ -365,16 +309,16 @@ def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
                 found.differ(mine.name, f"{problem}; leave one out, or divide it by `share`{missing}")
 
 
-def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
+def compare_classes(experts: Sequence[Expert], found: Findings) -> None:
     """Refuse experts that number their classes without names beside others that name theirs."""
-    named = next((one.name for one in entries if one.classes), None)
-    for one in entries:
-        if named is not None and takes_classes(one.record) and not one.classes:
+    named = next((one.name for one in experts if one.classes), None)
+    for one in experts:
+        if named is not None and one.record.takes_classes and not one.classes:
             found.differ(one.name, f"numbers its classes, and {named} names them; name them by `classes`")
 
 
 def router_outputs(
-    entries: Sequence[Entry], router: RouterRecord, total: int, found: Findings, name: str = "router"
+    experts: Sequence[Expert], router: RouterRecord, total: int, found: Findings, name: str = "router"
 ) -> list[int]:
     """The router's output for each expert: the one set by hand, else its shard's; fewer where some differ.
 
@@ -382,8 +326,8 @@ def router_outputs(
     shard and no output is set, all domains are taken to be in the router's order, and the numbers must agree.
     ``total`` is the number of the router's outputs.
     """
-    domains, hashes = domains_of(entries), router.shard_hashes
-    firsts = {domain: entries[domain] for domain in dict.fromkeys(domains)}
+    domains, hashes = domains_of(experts), router.shard_hashes
+    firsts = {domain: experts[domain] for domain in dict.fromkeys(domains)}
     shape = Counter(one.record.sample_shape for one in firsts.values()).most_common(1)[0][0]
     if router.sample_shape != shape:
         found.differ(name, f"sample_shape {router.sample_shape}, not {shape}")
@@ -401,7 +345,7 @@ def router_outputs(
         return []
     if unmatched and not hashes:
         found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
-    outputs, takers = dict[int, int](), dict[int, Entry]()
+    outputs, takers = dict[int, int](), dict[int, Expert]()
     for place, (domain, one) in enumerate(firsts.items()):
         shard, output = one.record.shard, place if unmatched else one.member.output
         if shard is not None and hashes:
@@ -426,9 +370,9 @@ def router_outputs(
     return [outputs[domain] for domain in domains if domain in outputs]
 
 
-def note_overlaps(entries: Sequence[Entry], found: Findings) -> None:
+def note_overlaps(experts: Sequence[Expert], found: Findings) -> None:
     """Note which experts of unlike partitions have images in common, and for which that is not known."""
-    shards = [(one.name, shard) for one in entries if (shard := one.record.shard) is not None]
+    shards = [(one.name, shard) for one in experts if (shard := one.record.shard) is not None]
     if len({shard.partition or shard.hash for _, shard in shards}) < 2:
         return
     for (name, mine), (other, theirs) in itertools.combinations(shards, 2):
@@ -439,11 +383,11 @@ def note_overlaps(entries: Sequence[Entry], found: Findings) -> None:
         found.note(f"{', '.join(silent)}: record no hashes of images, so their overlap is unknown")
 
 
-def common_shift(entries: Sequence[Entry], found: Findings) -> float:
+def common_shift(experts: Sequence[Expert], found: Findings) -> float:
     """Time grid shift that all experts want, 1 where they differ."""
-    shifts = [one.record.shift for one in entries]
+    shifts = [one.record.shift for one in experts]
     if len(set(shifts)) == 1:
         return shifts[0]
-    listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in entries)
+    listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in experts)
     found.note(f"experts want different shifts of the time grid, so it has 1: {listed}")
     return 1.0

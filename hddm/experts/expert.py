@@ -5,9 +5,10 @@
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
+from hddm.experts.ensemble_folders import EnsembleRecord, Member
 from hddm.experts.lora import ADAPTER_FILES, Merged, base_of
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -39,26 +41,37 @@ from hddm.utils.files import link_or_copy
 from hddm.utils.records import damage, refuse_damaged
 from hddm.velocity import VelocityField
 
+UNDECIDED = Member(folder="")
+"""Nothing was decided on an expert."""
+
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert: its record, and a network whose weights are in memory or yet to be read.
+    """An expert: its record, what was decided on it in an ensemble, and its network, once that is opened.
 
-    ``weights`` reads them in a dtype, with any adapter merged; without it the network has them. ``nulls`` has
-    the value of no condition by network keyword, without batch dimension; that of ``class_labels`` is in the
-    record. ``weak`` is the network with the weights to guide by. ``folder`` is the expert's, None in memory;
-    ``base`` that of the weights that its adapter changes.
+    Args:
+        opened: its network with its weights in memory, or one whose weights are read on demand, with any
+            adapter merged; None where the record alone was read (`read_experts`).
+        record: what the weights mean.
+        calibration: moments and weights that improve on the network near t = 1.
+        nulls: the value of no condition by network keyword, without batch dimension; that of
+            ``class_labels`` is in the record.
+        weak: the network with the weights to guide by.
+        folder: its folder; None in memory.
+        base: folder of the weights that its adapter changes.
+        topic: what its captions are about, where that was read.
+        member: what was decided on it in its ensemble.
     """
 
-    network: ModelMixin
+    opened: ModelMixin | Unread[ModelMixin] | None
     record: ExpertRecord
     calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
     weak: Unread[ModelMixin] | None = None
-    weights: Callable[[torch.dtype], dict[str, Tensor]] | None = None
     folder: Path | None = None
     base: Path | None = None
     topic: Topic | None = None
+    member: Member = UNDECIDED
 
     @property
     def name(self) -> str:
@@ -66,22 +79,70 @@ class Expert:
         return "an expert in memory" if self.folder is None else str(self.folder)
 
     @property
+    def place(self) -> Path:
+        """The folder of an expert that has one."""
+        assert self.folder is not None
+        return self.folder
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of its classes, in its own numbering."""
+        return self.member.classes or self.record.classes
+
+    @property
+    def takes_prompts(self) -> bool:
+        """True if it reads text, or has classes, which a prompt may name."""
+        return self.record.takes_text or self.record.takes_classes
+
+    @property
+    def network(self) -> ModelMixin:
+        """Its network, with or without weights."""
+        assert self.opened is not None
+        return self.opened.network if isinstance(self.opened, Unread) else self.opened
+
+    @property
     def unread(self) -> Unread[ModelMixin]:
         """Its network, to be filled with its weights."""
-        assert self.weights is not None
-        return Unread(self.network, self.weights)
+        assert isinstance(self.opened, Unread)
+        return self.opened
 
     def apart(self) -> "Expert":
         """The expert with weights to be read: those in memory by a copy, which leaves its network alone."""
-        if self.weights is not None:
+        if isinstance(self.opened, Unread):
             return self
-        unread = unread_as(self.network, self.network.state_dict())
-        return replace(self, network=unread.network, weights=unread.read)
+        return replace(self, opened=unread_as(self.network, self.network.state_dict()))
 
     def read(self, dtype: torch.dtype = torch.float32) -> "Expert":
         """The expert with its weights in memory, which then belong to no folder."""
         network, record = self.unread.load(dtype), without_adapter(self.record)
-        return replace(self, network=network, record=record, weights=None, folder=None, base=None)
+        return replace(self, opened=network, record=record, folder=None, base=None)
+
+
+def read_experts(folders: Sequence[Path], members: Sequence[Member]) -> list[Expert]:
+    """Read the records alone of expert folders; ``members`` are what was decided on them."""
+    experts = []
+    for folder, member in zip(folders, members, strict=True):
+        experts.append(Expert(None, read_expert_record(folder), folder=folder, member=member))
+    return experts
+
+
+def experts_in(ensemble: Path, record: EnsembleRecord) -> list[Expert]:
+    """Read the records alone of the experts in an ensemble folder."""
+    return read_experts([ensemble / member.folder for member in record.experts], record.experts)
+
+
+def decided(experts: Sequence[Expert], members: Sequence[Member]) -> list[Expert]:
+    """``experts`` with what was decided on each, its ``members``."""
+    return [replace(one, member=member) for one, member in zip(experts, members, strict=True)]
+
+
+def with_decisions(experts: Sequence[Expert], **decisions: Sequence[Any]) -> list[Expert]:
+    """``experts`` with these fields of their `Member` replaced, each by one value per expert."""
+    updated = []
+    for k, one in enumerate(experts):
+        own = {name: values[k] for name, values in decisions.items()}
+        updated.append(replace(one, member=one.member.model_copy(update=own)))
+    return updated
 
 
 def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
@@ -235,4 +296,4 @@ def open_expert(
     if (folder / WEAK_FILE).exists():
         weak = unread_network(folder, of_experts(), folder / WEAK_FILE)
     topic = Topic.load(folder)
-    return Expert(unread.network, record, calibration, nulls, weak, unread.read, folder, base, topic)
+    return Expert(unread, record, calibration, nulls, weak, folder, base, topic)

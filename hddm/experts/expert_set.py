@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.expert import Expert, as_field, save_expert, stored
+from hddm.experts.expert import Expert, as_field, decided, save_expert, stored
 from hddm.experts.records import WEAK_FILE, ExpertRecord
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.wrappers import compile_blocks
@@ -44,9 +43,8 @@ class ExpertSet(nn.Module):
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
         shelf = shelf or Shelf()
-        self.experts = tuple(one.apart() for one in experts)
-        """The experts, with their records."""
-        self._fields = tuple(_on_demand(one, dtype, device, shelf) for one in self.experts)
+        self._experts = tuple(one.apart() for one in experts)
+        self._fields = tuple(_on_demand(one, dtype, device, shelf) for one in self._experts)
         shelf.together = self._together
         self.networks = nn.ModuleList(self._networks)
 
@@ -69,12 +67,12 @@ class ExpertSet(nn.Module):
     @property
     def records(self) -> tuple[ExpertRecord, ...]:
         """Records of the experts."""
-        return tuple(expert.record for expert in self.experts)
+        return tuple(expert.record for expert in self._experts)
 
     @property
-    def entries(self) -> list[Entry]:
-        """Records of the experts, with what was decided on each."""
-        return entries_of(self.experts, self.record.experts)
+    def experts(self) -> list[Expert]:
+        """The experts, with what their ensemble's record says on each."""
+        return decided(self._experts, self.record.experts)
 
     @property
     def shelf(self) -> Shelf:
@@ -94,8 +92,8 @@ class ExpertSet(nn.Module):
     def fields(self) -> list[VelocityField]:
         """Experts as velocity fields that share these networks."""
         fields = [copy.copy(field) for field in self._fields]
-        for field, member in zip(fields, self.record.experts, strict=True):
-            field.classes = member.classes or field.classes
+        for field, expert in zip(fields, self.experts, strict=True):
+            field.classes = expert.classes
         return fields
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
@@ -104,7 +102,7 @@ class ExpertSet(nn.Module):
         Raises `HddmError` for an unknown mode, a budget below an expert's size, and ``disk`` for experts in
         memory.
         """
-        if mode == "disk" and any(expert.folder is None for expert in self.experts):
+        if mode == "disk" and any(expert.folder is None for expert in self._experts):
             raise HddmError("offload disk: these experts are in memory only; load them from folders")
         shelf = Shelf(mode, budget)
         shelf.together = self._together
@@ -134,7 +132,7 @@ class ExpertSet(nn.Module):
         """
         if any(network.is_quantized for network in self.stored):
             raise HddmError("quantized experts cannot be saved; load them again")
-        for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
+        for index, (expert, field) in enumerate(zip(self._experts, self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             # Only an adapter is compared: the folder of another expert may be gone once its weights are read.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import Entry, Findings, entries_of, read_entries, router_outputs
+from hddm.experts.compatibility import Findings, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     KEPT,
@@ -30,7 +30,7 @@ from hddm.experts.ensemble_folders import (
     whole_components,
     write_ensemble_records,
 )
-from hddm.experts.expert import Expert, field_of, open_expert
+from hddm.experts.expert import Expert, decided, experts_in, field_of, open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.lora import bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
@@ -100,11 +100,6 @@ class OpenedEnsemble:
     topics: int | None = None
     """Number of the text encoder that prompts are routed by."""
 
-    @property
-    def entries(self) -> list[Entry]:
-        """Records of the experts, with what was decided on each."""
-        return entries_of(self.experts, self.record.experts)
-
     def expert_set(
         self,
         device: torch.device | str,
@@ -156,13 +151,13 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     router = read_router(folder / written.learned, dtype)[0] if written.learned else None
     record, components = written, {name: name for name in components_in(folder)}
     if chosen is not None:
-        whole = read_entries([folder / member.folder for member in written.experts], written.experts)
+        whole = experts_in(folder, written)
         record, renamed = _subset(written, whole, chosen)
         components = {new: old for new, old in renamed.items() if old in components}
-    experts = [open_expert(folder / one.folder) for one in record.experts]
+    experts = decided([open_expert(folder / one.folder) for one in record.experts], record.experts)
     opened = OpenedEnsemble(experts, router, record, components)
     found = Findings()
-    number = topics_number(opened.entries, found)
+    number = topics_number(experts, found)
     found.refuse(_MISFIT)
     refuse_damaged_ensemble(folder, written, range(len(record.experts)) if chosen is None else chosen)
     can_read = number is not None and numbered("text_encoder", number) in components
@@ -170,7 +165,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
 
 
 def _subset(
-    record: EnsembleRecord, whole: Sequence[Entry], chosen: Sequence[int]
+    record: EnsembleRecord, whole: Sequence[Expert], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
     """The ensemble's record for these experts only, and the old name of each component by its new name."""
     if unknown := [k for k in chosen if not 0 <= k < len(whole)]:
@@ -179,17 +174,17 @@ def _subset(
     domains = {parts[k].domain for k in chosen}
     if parted := [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
-    entries = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
+    experts = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
     renamed = dict[str, str]()
     for name in KEPT:
-        before, after = numbers_of(whole, name), numbers_of(entries, name)
+        before, after = numbers_of(whole, name), numbers_of(experts, name)
         for new, old in enumerate(chosen):
             if before[old] >= 0:
                 renamed[numbered(name, after[new])] = numbered(name, before[old])
     # All of fewer than k are the k most probable of them.
     strategy, number = Strategy.parse(record.strategy), len(domains)
     is_too_many = strategy.kind == "top" and strategy.value > number
-    members = tuple(one.member for one in entries)
+    members = tuple(one.member for one in experts)
     changes = {"experts": members, "strategy": f"top-{number}" if is_too_many else record.strategy}
     return record.model_copy(update=changes), renamed
 
@@ -207,10 +202,10 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
         shift=experts[0].record.shift,
     )
     if chosen is not None:
-        record, _ = _subset(record, entries_of(experts, record.experts), chosen)
+        record, _ = _subset(record, decided(experts, record.experts), chosen)
         experts = [experts[k] for k in chosen]
     components = {name: name for name in KEPT if inside(folder, name).is_dir()}
-    return OpenedEnsemble(experts, router, record, components)
+    return OpenedEnsemble(decided(experts, record.experts), router, record, components)
 
 
 def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
@@ -225,12 +220,12 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
 def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
     record = experts.record
-    parts, route = parts_of(experts.entries, experts.fields()), router
+    parts, route = parts_of(experts.experts, experts.fields()), router
     weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
         known, total, found = router.record, router.config.num_experts, Findings()
         assert isinstance(known, RouterRecord)
-        outputs = router_outputs(experts.entries, known, total, found)
+        outputs = router_outputs(experts.experts, known, total, found)
         found.refuse(_MISFIT)
         in_order = outputs == list(range(total))
         route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)

@@ -83,10 +83,7 @@ def paris_experts(folder: Path) -> list[Expert]:
         for own, path in zip(every, paths, strict=True)
     ]
     record = _expert_record(folder, every[0])
-    return [
-        Expert(one.network, record, weights=one.read, folder=path.parent)
-        for path, one in zip(paths, networks, strict=True)
-    ]
+    return [Expert(one, record, folder=path.parent) for path, one in zip(paths, networks, strict=True)]
 
 
 def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[RouterTransformer], RouterRecord]:

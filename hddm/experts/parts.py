@@ -19,16 +19,12 @@ from typing import Any, NamedTuple
 from hddm.conditions import join_classes
 from hddm.ensemble import Part, numbered_by_first, numbered_vaes
 from hddm.experts.compatibility import (
-    Entry,
     Findings,
     domains_of,
     identities,
-    read_entries,
-    takes_classes,
-    takes_text,
-    with_decisions,
 )
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
+from hddm.experts.expert import Expert, experts_in, with_decisions
 from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.prompts import several_in, texts_facts
@@ -52,53 +48,48 @@ class _TextEncoder(NamedTuple):
 
 
 def parts_of(
-    entries: Sequence[Entry], fields: Sequence[VelocityField] | None = None, found: Findings | None = None
+    experts: Sequence[Expert], fields: Sequence[VelocityField] | None = None, found: Findings | None = None
 ) -> list[Part]:
     """The experts' parts, of which ``fields`` are None where they are not needed; notes go into ``found``."""
-    found, domains = found or Findings(), domains_of(entries)
-    weights = _weights_of(entries, domains, found)
-    rows = _class_shares_of(entries, weights, found)
-    encoders = [identities(entries, name) for name in _ENCODERS]
-    own: Sequence[Any] = fields or [None] * len(entries)
-    columns = (own, weights, rows, domains, *encoders, _topics_for_prompts(entries))
+    found, domains = found or Findings(), domains_of(experts)
+    weights = _weights_of(experts, domains, found)
+    rows = _class_shares_of(experts, weights, found)
+    encoders = [identities(experts, name) for name in _ENCODERS]
+    own: Sequence[Any] = fields or [None] * len(experts)
+    columns = (own, weights, rows, domains, *encoders, _topics_for_prompts(experts))
     return [Part(*values) for values in zip(*columns, strict=True)]
 
 
-def _topics_for_prompts(entries: Sequence[Entry]) -> list[Topic | None]:
+def _topics_for_prompts(experts: Sequence[Expert]) -> list[Topic | None]:
     """What the captions of each expert are about that can take a prompt, where topics route prompts."""
-    if topics_of(entries, Findings()) is None:
-        return [None] * len(entries)
-    return [one.topic if takes_prompts(one) else None for one in entries]
+    if topics_of(experts, Findings()) is None:
+        return [None] * len(experts)
+    return [one.topic if one.takes_prompts else None for one in experts]
 
 
-def takes_prompts(one: Entry) -> bool:
-    """True for an expert that reads text, or has classes, which a prompt may name."""
-    return takes_text(one.record) or takes_classes(one.record)
-
-
-def _weights_of(entries: Sequence[Entry], domains: Sequence[int], found: Findings) -> list[float]:
+def _weights_of(experts: Sequence[Expert], domains: Sequence[int], found: Findings) -> list[float]:
     """p(k), not normalised: shares that are set, and of the rest a part by shard size.
 
     The experts of a domain have equal parts of its p. Where a size is unknown, the rest is divided equally.
     """
-    fixed = {k: one.member.share for k, one in enumerate(entries) if one.member.share is not None}
-    free = [k for k in range(len(entries)) if k not in fixed]
-    sizes = {k: float(shard.images) for k in free if (shard := entries[k].record.shard) is not None}
-    if unknown := [entries[k].name for k in free if k not in sizes]:
+    fixed = {k: one.member.share for k, one in enumerate(experts) if one.member.share is not None}
+    free = [k for k in range(len(experts)) if k not in fixed]
+    sizes = {k: float(shard.images) for k in free if (shard := experts[k].record.shard) is not None}
+    if unknown := [experts[k].name for k in free if k not in sizes]:
         if len({domains[k] for k in free}) > 1:
             others = " whose share is not given" if fixed else ""
             unused = ", not by the sizes of the other shards" if sizes else ""
             text = f"so all experts{others} get equal shares{unused}; `share` EXPERT=0.3 changes them"
             found.note(f"{', '.join(unknown)}: no shard is recorded, {text}")
         sizes = dict.fromkeys(free, 1.0)
-    experts = Counter(domains)
-    sizes = {k: size / experts[domains[k]] for k, size in sizes.items()}
+    sharers = Counter(domains)
+    sizes = {k: size / sharers[domains[k]] for k, size in sizes.items()}
     rest, total = 1 - math.fsum(fixed.values()), sum(sizes.values())
-    return [fixed[k] if k in fixed else rest * sizes[k] / total for k in range(len(entries))]
+    return [fixed[k] if k in fixed else rest * sizes[k] / total for k in range(len(experts))]
 
 
 def _class_shares_of(
-    entries: Sequence[Entry], weights: Sequence[float], found: Findings
+    experts: Sequence[Expert], weights: Sequence[float], found: Findings
 ) -> list[dict[str, float]]:
     """p(k | class) of each expert by class name: p(k) p(class | k), normalised; empty where it is unknown.
 
@@ -106,14 +97,14 @@ def _class_shares_of(
     is taken to have seen its classes equally often; one that knows no class gets none. A class of no images
     goes to the experts that know it, by p(k).
     """
-    if any(one.member.class_shares for one in entries):
-        return [one.member.class_shares for one in entries]
-    lists = [one.classes for one in entries]
+    if any(one.member.class_shares for one in experts):
+        return [one.member.class_shares for one in experts]
+    lists = [one.classes for one in experts]
     names = join_classes(tuple(lists)).names
-    if not names or len(entries) == 1:
-        return [{} for _ in entries]
-    rows, uncounted, seen = {name: [0.0] * len(entries) for name in names}, [], set[str]()
-    for k, one in enumerate(entries):
+    if not names or len(experts) == 1:
+        return [{} for _ in experts]
+    rows, uncounted, seen = {name: [0.0] * len(experts) for name in names}, [], set[str]()
+    for k, one in enumerate(experts):
         counts = one.record.shard.class_images if one.record.shard else ()
         if not one.classes:
             found.note(f"{one.name} has no classes, so no class goes to it; name its own by `classes`")
@@ -123,9 +114,9 @@ def _class_shares_of(
         for name, count in zip(one.classes, counts, strict=False):
             rows[name][k] += weights[k] * count / sum(counts)
             seen |= {name} if count else set()
-    if len(uncounted) == len(entries) and len(set(lists)) == 1:
+    if len(uncounted) == len(experts) and len(set(lists)) == 1:
         found.note(f"p(k | class) is unknown, so 'draw' has p(k): {', '.join(uncounted)} counts no classes")
-        return [{} for _ in entries]
+        return [{} for _ in experts]
     if uncounted:
         found.note(f"{', '.join(uncounted)}: counts no images by class, so its classes are taken to be equal")
     if unseen := [name for name in names if name not in seen]:
@@ -134,68 +125,68 @@ def _class_shares_of(
         knows = [float(name in own) for own in lists]
         by_size = [know * weight for know, weight in zip(knows, weights, strict=True)]
         rows[name] = by_size if sum(by_size) else knows
-    return [{name: row[k] / sum(row) for name, row in rows.items()} for k in range(len(entries))]
+    return [{name: row[k] / sum(row) for name, row in rows.items()} for k in range(len(experts))]
 
 
-def numbers_of(entries: Sequence[Entry], name: str) -> tuple[int, ...]:
+def numbers_of(experts: Sequence[Expert], name: str) -> tuple[int, ...]:
     """Number of each expert's ``vae`` or ``text_encoder``, as in `hddm.ensemble.Ensemble`, or ``tokenizer``.
 
     A tokenizer has the number of its text encoder.
     """
     if name == "vae":
-        return numbered_vaes(identities(entries, name))
-    return numbered_by_first(identities(entries, "text_encoder"))
+        return numbered_vaes(identities(experts, name))
+    return numbered_by_first(identities(experts, "text_encoder"))
 
 
-def topics_of(entries: Sequence[Entry], found: Findings) -> TextEncoderRecord | None:
+def topics_of(experts: Sequence[Expert], found: Findings) -> TextEncoderRecord | None:
     """The text encoder of the topics that route prompts; None where an expert of text has no topic."""
-    known = {one.name: record.text_encoder for one in entries if (record := one.topic and one.topic.record)}
-    if not known or len(entries) == 1:
+    known = {one.name: record.text_encoder for one in experts if (record := one.topic and one.topic.record)}
+    if not known or len(experts) == 1:
         return None
     first = next(iter(known))
     for name, encoder in known.items():
         if encoder.fingerprint != known[first].fingerprint:
             found.differ(name, f"is described by another text encoder than {first}; describe both by one")
-    silent = [one for one in entries if one.name not in known]
-    if of_text := [one.name for one in silent if takes_text(one.record)]:
+    silent = [one for one in experts if one.name not in known]
+    if of_text := [one.name for one in silent if one.record.takes_text]:
         names = ", ".join(of_text)
         found.note(f"prompts are routed by p(k), since {names} has no topic; hddm describe makes one")
         return None
-    if unused := [one.name for one in entries if not takes_prompts(one)]:
+    if unused := [one.name for one in experts if not one.takes_prompts]:
         found.note(f"no prompt is for {', '.join(unused)}, which takes neither text nor classes")
     return known[first]
 
 
-def topics_number(entries: Sequence[Entry], found: Findings) -> int | None:
+def topics_number(experts: Sequence[Expert], found: Findings) -> int | None:
     """Number of the text encoder of `topics_of`; a text encoder that no expert uses comes last."""
-    if (encoder := topics_of(entries, found)) is None:
+    if (encoder := topics_of(experts, found)) is None:
         return None
-    order = [one for one in dict.fromkeys(identities(entries, "text_encoder")) if one is not None]
+    order = [one for one in dict.fromkeys(identities(experts, "text_encoder")) if one is not None]
     prints = [one.fingerprint if isinstance(one, TextEncoderRecord) else None for one in order]
     return prints.index(encoder.fingerprint) if encoder.fingerprint in prints else len(order)
 
 
-def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
-    """``entries`` with all of ``parts`` that does not follow from their records set by hand."""
+def with_parts(experts: Sequence[Expert], parts: Sequence[Part]) -> list[Expert]:
+    """``experts`` with all of ``parts`` that does not follow from their records set by hand."""
     keys = [part.domain for part in parts]
     domains = list(map(keys.index, keys))
-    if domains != list(domains_of(entries)):
-        entries = with_decisions(
-            entries, domain=[str(one) if domains.count(one) > 1 else None for one in domains]
+    if domains != list(domains_of(experts)):
+        experts = with_decisions(
+            experts, domain=[str(one) if domains.count(one) > 1 else None for one in domains]
         )
     for name, kind in _ENCODERS.items():
-        taken, found = identities(entries, name), []
-        for part, one, its in zip(parts, entries, taken, strict=True):
+        taken, found = identities(experts, name), []
+        for part, one, its in zip(parts, experts, taken, strict=True):
             own = getattr(part, name)
             is_new = isinstance(own, kind) and own != its and getattr(one.record, name) is None
             found.append(own if is_new else getattr(one.member, name))
-        entries = with_decisions(entries, **{name: found})
-    weights, derived = [part.weight for part in parts], parts_of(entries)
+        experts = with_decisions(experts, **{name: found})
+    weights, derived = [part.weight for part in parts], parts_of(experts)
     total, other = sum(weights), sum(part.weight for part in derived)
     pairs = zip(weights, derived, strict=True)
     if not all(math.isclose(one * other, part.weight * total, rel_tol=1e-12) for one, part in pairs):
-        entries = with_decisions(entries, share=weights)
-        derived = parts_of(entries)
+        experts = with_decisions(experts, share=weights)
+        derived = parts_of(experts)
     shares = [part.class_shares for part in parts]
     if any(
         mine.keys() != part.class_shares.keys()
@@ -205,8 +196,8 @@ def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
         # Where p(k | class) is not known, it is p(k).
         names = [] if any(shares) else derived[0].class_shares
         rows = [own or dict.fromkeys(names, one) for own, one in zip(shares, weights, strict=True)]
-        entries = with_decisions(entries, class_shares=rows)
-    return list(entries)
+        experts = with_decisions(experts, class_shares=rows)
+    return list(experts)
 
 
 def components_of(expert: Path) -> dict[str, Path]:
@@ -215,9 +206,9 @@ def components_of(expert: Path) -> dict[str, Path]:
     if (held := held_by(expert)) is None:
         return found
     whole, record, k = held
-    entries = read_entries([whole / one.folder for one in record.experts], record.experts)
+    experts = experts_in(whole, record)
     for name in KEPT:
-        number = numbers_of(entries, name)[k]
+        number = numbers_of(experts, name)[k]
         place = inside(whole, numbered(name, number))
         if number >= 0 and place.is_dir():
             found.setdefault(name, place)
@@ -225,36 +216,35 @@ def components_of(expert: Path) -> dict[str, Path]:
 
 
 def arrange(
-    entries: Sequence[Entry], given: Mapping[str, Path], own: Mapping[str, Path], stay: int, found: Findings
-) -> tuple[dict[str, Path], list[Entry]]:
+    experts: Sequence[Expert], given: Mapping[str, Path], own: Mapping[str, Path], stay: int, found: Findings
+) -> tuple[dict[str, Path], list[Expert]]:
     """Choose components by name: of those ``given``, of the ensemble's ``own``, and of what experts keep.
 
     The first ``stay`` experts are the ensemble's.
     An expert that records its VAE or text encoder gets that one. An expert that does not gets what it keeps
-    itself, else what is given, else what it was taken to have, else the first; the returned entries say so.
+    itself, else what is given, else what it was taken to have, else the first; the returned experts say so.
     Differences and notes go into ``found``.
     """
     # What the ensemble has for an expert that stays may be replaced by what is given.
     kept = [
-        kept_components(one.folder) if k < stay else components_of(one.folder)
-        for k, one in enumerate(entries)
+        kept_components(one.place) if k < stay else components_of(one.place) for k, one in enumerate(experts)
     ]
-    vaes = _arrange_vaes(entries, given, own, kept, found)
-    encoders, entries = _arrange_texts(entries, given, own, kept, found)
+    vaes = _arrange_vaes(experts, given, own, kept, found)
+    encoders, experts = _arrange_texts(experts, given, own, kept, found)
     parts = vaes | encoders
     for name in sorted(parts.keys() - set(COMPONENTS)):
         found.differ(str(parts[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored")
-    return parts, entries
+    return parts, experts
 
 
 def _arrange_vaes(
-    entries: Sequence[Entry],
+    experts: Sequence[Expert],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
 ) -> dict[str, Path]:
-    spaces, named = identities(entries, "vae"), given.get("vae")
+    spaces, named = identities(experts, "vae"), given.get("vae")
     groups = [space for space in dict.fromkeys(spaces) if space is not None]
     known = [folder for name, folder in own.items() if name.startswith("vae")]
     known += [one["vae"] for one in kept if "vae" in one]
@@ -265,7 +255,7 @@ def _arrange_vaes(
         if len(groups) == 1 and known and (chosen is None or named is not None):
             chosen = known[0]
         if chosen is not None:
-            of = [one for one, its in zip(entries, spaces, strict=True) if its == space]
+            of = [one for one, its in zip(experts, spaces, strict=True) if its == space]
             _compare_vae(of, chosen, found)
             parts[numbered("vae", number)] = chosen
     if named is not None and named not in parts.values():
@@ -279,11 +269,11 @@ def _is_of(space: Hashable, folder: Path) -> bool:
     return space.misfit(vae) is None if isinstance(space, UnreadVae) else vae == space
 
 
-def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> None:
+def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> None:
     """Compare a VAE with what experts of its latents record."""
     vae, name = vae_facts(folder), str(folder)
     channels = read_config(folder).get("latent_channels", _LATENT_CHANNELS)
-    for one in entries:
+    for one in experts:
         record = one.record
         if channels != record.sample_shape[0]:
             found.differ(name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}")
@@ -308,12 +298,12 @@ def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> Non
 
 
 def _arrange_texts(
-    entries: Sequence[Entry],
+    experts: Sequence[Expert],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
-) -> tuple[dict[str, Path], list[Entry]]:
+) -> tuple[dict[str, Path], list[Expert]]:
     is_whole = "text_encoder" in given and several_in(given["text_encoder"]) is not None
     if not is_whole and ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
@@ -321,10 +311,10 @@ def _arrange_texts(
     owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
     known = [part for part in (named, *owned, *mine) if part is not None]
     by_record = {part.record: part for part in reversed(known)}
-    takers = [one for one in entries if takes_text(one.record)]
+    takers = [one for one in experts if one.record.takes_text]
     silent = [one for one in takers if one.record.text_encoder is None]
-    taken = [one.member.text_encoder for one in entries]
-    for k, one in enumerate(entries):
+    taken = [one.member.text_encoder for one in experts]
+    for k, one in enumerate(experts):
         if one not in silent:
             continue
         trusted = taken[k]
@@ -332,17 +322,17 @@ def _arrange_texts(
         if part is not None or trusted is not None or len(silent) < len(takers):
             found.note(f"{one.name} does not record its text encoder; taken on trust")
         if part is not None:
-            config = read_config(one.folder)
+            config = read_config(one.place)
             width = families()[config["_class_name"]].text_width(config)
             if width not in (None, part.record.width):
                 width_of = f"tokens {part.record.width} wide"
                 found.differ(str(part.folder), f"{width_of}, and {one.name} takes {width}")
             taken[k] = part.record
-    entries = with_decisions(entries, text_encoder=taken)
+    experts = with_decisions(experts, text_encoder=taken)
     if len(takers) > 1 and not known and len(silent) == len(takers):
         found.note("no expert records its text encoder; that all share one is taken on trust")
-    order = [one for one in dict.fromkeys(identities(entries, "text_encoder")) if one is not None]
-    topics = topics_of([replace(one, topic=Topic.load(one.folder)) for one in entries], found)
+    order = [one for one in dict.fromkeys(identities(experts, "text_encoder")) if one is not None]
+    topics = topics_of([replace(one, topic=Topic.load(one.place)) for one in experts], found)
     if topics is not None:
         reader = next((one for one in known if one.record.fingerprint == topics.fingerprint), None)
         if reader is None:
@@ -357,7 +347,7 @@ def _arrange_texts(
                 encoders[numbered("tokenizer", number)] = part.tokenizer
     if named is not None and named.folder not in encoders.values():
         found.differ(str(named.folder), "is the text encoder of none of these experts; leave it out")
-    return encoders, entries
+    return encoders, experts
 
 
 def _text_encoder(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:

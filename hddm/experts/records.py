@@ -148,6 +148,16 @@ class ExpertRecord(Record):
             raise HddmError(f"{name}: is a student of few steps; {why}")
 
     @property
+    def takes_text(self) -> bool:
+        """True for an expert of prompts."""
+        return "encoder_hidden_states" in self.conditions
+
+    @property
+    def takes_classes(self) -> bool:
+        """True for an expert of classes."""
+        return "class_labels" in self.conditions
+
+    @property
     def latent_space(self) -> VaeRecord | UnreadVae | None:
         """The VAE whose latents its samples are, read or not; None where that is not recorded."""
         return self.vae or self.unread_vae

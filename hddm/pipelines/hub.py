@@ -16,7 +16,6 @@ from hddm.conditions import join_classes
 from hddm.evaluation.compare import escaped, table
 from hddm.evaluation.results import Result, ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.compatibility import read_entries, takes_classes, takes_text
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     EnsembleRecord,
@@ -24,6 +23,7 @@ from hddm.experts.ensemble_folders import (
     read_ensemble_record,
     refuse_damaged_ensemble,
 )
+from hddm.experts.expert import experts_in
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import inside, restore
@@ -166,10 +166,10 @@ def model_card(
     ``licence`` is for experts that record none, ``picture`` a file beside the card, ``results`` a result of
     ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
-    entries = read_entries([folder / one.folder for one in record.experts], record.experts)
-    records = [one.record for one in entries]
+    experts = experts_in(folder, record)
+    records = [one.record for one in experts]
     licences = licences_of(folder, record, records, licence)
-    components, has_text = components_in(folder), any(map(takes_text, records))
+    components, has_text = components_in(folder), any(one.takes_text for one in records)
     front, front_name, said = licence_of(licences)
     data = ModelCardData(
         license=front,
@@ -178,7 +178,7 @@ def model_card(
         pipeline_tag="text-to-image" if has_text else "unconditional-image-generation",
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
-    classes = join_classes(tuple(one.classes for one in entries)).names
+    classes = join_classes(tuple(one.classes for one in experts)).names
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
     environment = templates(is_html=False, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"literal": _literal, "counted": counted, "basename": lambda path: Path(path).name}
@@ -193,7 +193,7 @@ def model_card(
         licences=licences,
         components=components,
         takes_text=has_text,
-        takes_classes=any(map(takes_classes, records)),
+        takes_classes=any(one.takes_classes for one in records),
         classes=classes,
         shapes=shapes,
         strategy=record.strategy,

@@ -133,7 +133,7 @@ def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | 
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else record.strategy)
     with errors_as(UsageError):
-        Strategy.parse(chosen).check(len(set(domains_of(opened.entries))))
+        Strategy.parse(chosen).check(len(set(domains_of(opened.experts))))
     return replace(opened, record=record.model_copy(update={"strategy": chosen}))
 
 
