@@ -68,18 +68,6 @@ class PredictionType(StrEnum):
         return cls(name)
 
 
-def misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
-    """The first part of [0, 1] that is in none of ``ranges``, or in two, in words; None without any."""
-    end = 0.0
-    for low, high in sorted(ranges):
-        if low > end:
-            return f"t in {end:g}:{low:g} is missing"
-        if low < end:
-            return f"t in {low:g}:{min(end, high):g} is double"
-        end = high
-    return f"t in {end:g}:1 is missing" if end < 1 else None
-
-
 @dataclass(frozen=True)
 class PathPoint:
     """One state in both coordinates; every tensor broadcasts against ``x``.

@@ -16,7 +16,8 @@ from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert_checkpoint
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint
-from hddm.experts.compatibility import SHARE_TOLERANCE, Findings, common_shift, compare_experts
+from hddm.experts.compatibility import candidates_of, common_shift, note_unrecorded
+from hddm.experts.decisions import SHARE_TOLERANCE
 from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.expert import Expert
 from hddm.experts.records import (
@@ -28,6 +29,7 @@ from hddm.experts.records import (
     joint_licence,
     write_records,
 )
+from hddm.fit import Findings, compare_kinds, compare_students
 from hddm.networks.folders import empty_network, sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import UsageError, one_line
@@ -38,7 +40,7 @@ _ALIKE = {
     *("prediction_type", "schedule", "time_scale", "variance_head"),
     *("conditions", "classes", "null_class", "text_encoder", "noise_range"),
 }
-"""Keys of a record that must be equal, besides what `compare_experts` compares."""
+"""Keys of a record that must be equal, besides what `_compare_kinds` compares."""
 
 
 def merge_experts(
@@ -62,7 +64,7 @@ def merge_experts(
     parts, found = [open_expert_checkpoint(folder, Reading()) for folder in experts], Findings()
     records = [one.record for one in parts if one.record is not None]
     opened = [Expert(None, record, folder=folder) for folder, record in zip(experts, records, strict=True)]
-    compare_experts(opened, found)
+    _compare_kinds(opened, found)
     _compare(parts, opened, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
@@ -107,6 +109,14 @@ def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[fl
         stated = ",".join(f"{one:g}" for one in given)
         raise UsageError(f"`weights` {stated}: give {len(experts)} numbers of 0 or more that sum to 1")
     return [one / math.fsum(given) for one in given]
+
+
+def _compare_kinds(experts: Sequence[Expert], found: Findings) -> None:
+    """Record the differences that keep samples of any ensemble from being mixed."""
+    candidates = candidates_of(experts)
+    compare_kinds(candidates, found)
+    compare_students(candidates, True, found)
+    note_unrecorded(experts, found)
 
 
 def _compare(parts: Sequence[Checkpoint], experts: Sequence[Expert], found: Findings) -> None:

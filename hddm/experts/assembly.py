@@ -11,20 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.experts.compatibility import (
-    SHARE_TOLERANCE,
-    Findings,
-    common_shift,
-    compare_classes,
-    compare_domains,
-    compare_experts,
-    domains_of,
-    index_of,
-    kinds_of,
-    note_overlaps,
-    router_outputs,
-    with_settings,
-)
+from hddm.experts.compatibility import common_shift, compare_experts, note_overlaps, router_outputs
+from hddm.experts.components import arrange
+from hddm.experts.decisions import SHARE_TOLERANCE, index_of, with_settings
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
@@ -44,7 +33,7 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.expert import Expert, experts_in, open_expert, read_experts, with_decisions
 from hddm.experts.lora import BASES, bases_in
-from hddm.experts.parts import arrange, parts_of
+from hddm.experts.parts import domains_of, kinds_of, parts_of
 from hddm.experts.records import (
     FILES,
     FORMAT,
@@ -55,6 +44,7 @@ from hddm.experts.records import (
     read_router,
     weights_in,
 )
+from hddm.fit import Findings
 from hddm.networks.folders import sha256_once
 from hddm.networks.vae import MODEL_INDEX
 from hddm.routers import Strategy
@@ -128,8 +118,8 @@ def assemble(
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
-    that experts keep, or several (`hddm.experts.parts`). ``classes`` may be a dictionary in place of a
-    file (`hddm.experts.compatibility.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
+    that experts keep, or several (`hddm.experts.components`). ``classes`` may be a dictionary in place of a
+    file (`hddm.experts.decisions.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
     folder (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
@@ -274,11 +264,7 @@ def write_ensemble(
         if folders.count(folder) > 1:
             found.differ(str(folder), "is named twice; name it once")
     if not found.differences:
-        compare_experts(experts, found, is_drawn)
-        for name in list(found.differences) if not is_drawn else ():
-            found.differ(name, "so it can be drawn, without a router, and not mixed")
-        compare_domains(experts, found)
-        compare_classes(experts, found)
+        compare_experts(experts, not is_drawn, found)
         own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
         parts, experts = arrange(experts, given, own, stay, found)
         if routing.folder is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import Findings, router_outputs
+from hddm.experts.compatibility import router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     KEPT,
@@ -36,6 +36,7 @@ from hddm.experts.lora import bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
 from hddm.experts.records import EXPERT_FILE, RouterRecord, not_a_model, read_router, save_router
+from hddm.fit import Findings
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy
@@ -177,7 +178,7 @@ def _subset(
     experts = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
     renamed = dict[str, str]()
     for name in KEPT:
-        before, after = numbers_of(whole, name), numbers_of(experts, name)
+        before, after = numbers_of(whole, name).of, numbers_of(experts, name).of
         for new, old in enumerate(chosen):
             if before[old] >= 0:
                 renamed[numbered(name, after[new])] = numbered(name, before[old])

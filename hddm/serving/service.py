@@ -175,7 +175,7 @@ def names_of(folder: Path) -> list[str]:
     experts = opened.experts
     own = [one.member.name or str(k) for k, one in enumerate(experts)]
     names = [f"{one}-{k}" if own.count(one) > 1 or one == FRONT else one for k, one in enumerate(own)]
-    vaes, texts = numbers_of(experts, "vae"), numbers_of(experts, "text_encoder")
+    vaes, texts = numbers_of(experts, "vae").of, numbers_of(experts, "text_encoder").of
     has_classes = any(one.classes for one in experts)
     for name, one, vae, text in zip(names, experts, vaes, texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}

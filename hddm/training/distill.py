@@ -25,9 +25,9 @@ from hddm.conditions import LABELS
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import NO_CAPTION, Shard, joined, open_shard
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import domains_of
 from hddm.experts.expert import Expert, field_of, null_conditions
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
+from hddm.experts.parts import domains_of
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, joint_licence
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
