@@ -34,6 +34,11 @@ class Findings:
         if text not in self.notes:
             self.notes.append(text)
 
+    @property
+    def lines(self) -> list[str]:
+        """All differences, one line per name."""
+        return [f"{name}: {'; '.join(texts)}" for name, texts in self.differences.items()]
+
     @contextmanager
     def errors_of(self, name: str) -> Iterator[None]:
         """Record an `HddmError` that is raised in this block as a difference of ``name``."""
@@ -45,8 +50,7 @@ class Findings:
     def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
         """Raise an `HddmError` with all differences, one line per name, if there are any."""
         if self.differences:
-            lines = [f"{name}: {'; '.join(texts)}" for name, texts in self.differences.items()]
-            raise HddmError(message, lines)
+            raise HddmError(message, self.lines)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ def compare_kinds(experts: Sequence[Candidate], found: Findings) -> list[str]:
     return differing
 
 
+def are_alike(experts: Sequence[Candidate]) -> bool:
+    """True if samples of all ``experts`` are of one kind, so that they can be mixed."""
+    return not experts or not compare_kinds(experts, Findings())
+
+
 def compare_students(experts: Sequence[Candidate], are_mixed: bool, found: Findings) -> None:
     """Record students of few steps among other experts, or mixed; their velocities are means over steps."""
     students = [one for one in experts if one.is_student]
@@ -119,15 +128,21 @@ def _compare_domain(experts: Sequence[Candidate], found: Findings) -> None:
         listed = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
         remedy = "experts of one domain cover [0, 1] once, and `domain` says which are one"
         found.differ(name, f"for t in {listed}, so that {misfit}; {remedy}")
-    different = [key for key in experts[0].data if _differ(one.data[key] for one in experts)]
-    if any(_differ(one.kind[key] for one in experts) for key in experts[0].kind):
+    different = _differing([one.data for one in experts])
+    if _differing([one.kind for one in experts]):
         different.append("samples or latents")
     for what in different:
         found.differ(name, f"are of one domain, and of different {what}; leave one out")
 
 
-def _differ(values: Iterator[Hashable]) -> bool:
-    return len(set(values) - {None}) > 1
+def _differing(properties: Sequence[Mapping[str, Hashable]]) -> list[str]:
+    """Names of the ``properties`` of several experts that have several known values."""
+    names = []
+    for name in properties[0]:
+        values = {own[name] for own in properties}
+        if len(values - {None}) > 1:
+            names.append(name)
+    return names
 
 
 def _misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
@@ -139,4 +154,4 @@ def _misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
         if low < end:
             return f"t in {low:g}:{min(end, high):g} is double"
         end = high
-    return f"t in {end:g}:1 is missing" if end < 1 else None
+    return None if end >= 1 else f"t in {end:g}:1 is missing"

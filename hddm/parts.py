@@ -10,6 +10,7 @@ them, as a pair for high and for low noise. The noise ranges of a domain cover [
 """
 
 import functools
+import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
@@ -27,12 +28,15 @@ from hddm.conditions import (
     join_classes,
     within,
 )
-from hddm.fit import Candidate, Findings, compare_kinds
+from hddm.fit import Candidate, Findings, are_alike, compare_kinds
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
 from hddm.routers import PromptRouter, Topic
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import to_float64
 from hddm.velocity import VelocityField
+
+_OPTIONS = {TEXT_CONDITIONS[0]: "`prompt` or ", LABELS: "`class_labels` or "}
+"""Other options that provide a condition."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,17 @@ class Parts:
         """p(k | class), (classes, K); None where no part has any."""
         if not any(part.class_shares for part in self.parts):
             return None
-        names = self.classes or dict.fromkeys(name for part in self.parts for name in part.class_shares)
-        rows = [[part.class_shares.get(name, 0.0) for part in self.parts] for name in names]
+        names = self.classes
+        if not names:
+            lists = [part.class_shares for part in self.parts]
+            names = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         weights = [part.weight for part in self.parts]
-        # A class that no expert has seen may be made by any of them.
-        return torch.stack([_normalised(row if any(row) else weights, len(row)) for row in rows])
+        rows = []
+        for name in names:
+            row = [part.class_shares.get(name, 0.0) for part in self.parts]
+            # A class that no expert has seen may be made by any of them.
+            rows.append(_normalised(row if any(row) else weights, len(row)))
+        return torch.stack(rows)
 
     @property
     def num_domains(self) -> int:
@@ -158,17 +168,15 @@ class Parts:
         return tuple(found)
 
     def describe_kinds(self) -> str:
-        """The sample shape or VAE in which the experts differ, in words."""
-        shapes = [(one.name, one.kind["sample_shape"]) for one in self.candidates]
-        known = [f"{name} {shape}" for name, shape in shapes if shape is not None]
-        if len({shape for _, shape in shapes} - {None}) > 1:
-            return ", ".join(known)
-        return ", ".join(f"{one.name} VAE {one.kind['VAE']}" for one in self.candidates)
+        """In what the samples of the experts differ, in words."""
+        found = Findings()
+        compare_kinds(self.candidates, found)
+        return ", ".join(found.lines)
 
     def are_alike(self, experts: Iterable[int] | None = None) -> bool:
         """True if samples of ``experts``, by default all, can be mixed: of one shape, in one latent space."""
-        chosen = self.candidates if experts is None else [self.candidates[k] for k in experts]
-        return not chosen or not compare_kinds(chosen, Findings())
+        candidates = self.candidates
+        return are_alike(candidates if experts is None else [candidates[k] for k in experts])
 
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
@@ -205,8 +213,10 @@ class Parts:
         """Keywords that any expert takes; None where one takes all, unchecked."""
         if any(expert.conditions is None for expert in self.experts):
             return None
-        names = [name for k in range(len(self.experts)) for name in self.names_of(k).values()]
-        return tuple(dict.fromkeys(names))
+        names = dict[str, None]()
+        for k in range(len(self.experts)):
+            names |= dict.fromkeys(self.names_of(k).values())
+        return tuple(names)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -239,7 +249,8 @@ class Parts:
         Raises an `HddmError` where one lacks the weak model to guide by, and a `UsageError` where it needs a
         condition that is not among ``conditions``.
         """
-        domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
+        named = range(len(self.experts)) if expert is None else expert.unique().tolist()
+        domains = {self.domains[k] for k in named}
         used = [k for k, domain in enumerate(self.domains) if domain in domains]
         without = [str(k) for k in used if self.experts[k].weak is None]
         if without and guidance.by_weak:
@@ -251,10 +262,9 @@ class Parts:
             given = {own for own, name in self.names_of(k).items() if name in conditions}
             given |= self.experts[k].null_conditions.keys()
             for name in missing_from(given, self.experts[k].conditions or ()):
-                option = {TEXT_CONDITIONS[0]: "`prompt` or ", LABELS: "`class_labels` or "}.get(name, "")
                 raise UsageError(
-                    f"{option}`conditions`: the experts need {self.names_of(k)[name]} and have no empty "
-                    "default; pass it"
+                    f"{_OPTIONS.get(name, '')}`conditions`: the experts need {self.names_of(k)[name]} and "
+                    "have no empty default; pass it"
                 )
 
     def able(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor | None:
@@ -342,7 +352,7 @@ class Parts:
         return rows / total
 
     def _lack(self, conditions: Mapping[str, Tensor], rows: Tensor) -> str:
-        """What no expert does for the samples ``rows`` (num,), a mask, in words."""
+        """What no expert does for the samples where ``rows`` (num,) is true, in words."""
         if conditions.keys() - SETTINGS != {LABELS}:
             return f"takes {asked_for(conditions)}"
         numbers = conditions[LABELS].cpu()[rows].unique().tolist()
@@ -359,9 +369,12 @@ class Parts:
 
     def names_of(self, index: int) -> dict[str, str]:
         """Names of the conditions of this ensemble by those of an expert's network."""
-        names = self.experts[index].conditions or ()
-        text = self.texts[index]
-        return {name: f"{name}_{text + 1}" if text and name in TEXT_CONDITIONS else name for name in names}
+        number = self.texts[index]
+        names = {}
+        for name in self.experts[index].conditions or ():
+            is_numbered = number > 0 and name in TEXT_CONDITIONS
+            names[name] = f"{name}_{number + 1}" if is_numbered else name
+        return names
 
     def conditions_by_expert(
         self, guidance: Guidance, negative: Mapping[str, Tensor], conditions: Mapping[str, Tensor]

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.experts.compatibility import common_shift, compare_experts, note_overlaps, router_outputs
+from hddm.experts.compatibility import (
+    candidates_of,
+    common_shift,
+    compare_experts,
+    note_overlaps,
+    router_outputs,
+)
 from hddm.experts.components import arrange
 from hddm.experts.decisions import SHARE_TOLERANCE, index_of, with_settings
 from hddm.experts.ensemble_folders import (
@@ -33,7 +39,7 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.expert import Expert, experts_in, open_expert, read_experts, with_decisions
 from hddm.experts.lora import BASES, bases_in
-from hddm.experts.parts import domains_of, kinds_of, parts_of
+from hddm.experts.parts import domains_of, parts_of
 from hddm.experts.records import (
     FILES,
     FORMAT,
@@ -44,7 +50,7 @@ from hddm.experts.records import (
     read_router,
     weights_in,
 )
-from hddm.fit import Findings
+from hddm.fit import Findings, are_alike
 from hddm.networks.folders import sha256_once
 from hddm.networks.vae import MODEL_INDEX
 from hddm.routers import Strategy
@@ -88,6 +94,18 @@ class Routing:
     folder: Path | None = None
     evidence: float | None = None
     is_new: bool = True
+
+    @property
+    def is_absent(self) -> bool:
+        """True if nothing routes, so that one expert is drawn per sample."""
+        return self.folder is None and self.evidence is None
+
+    @property
+    def name(self) -> str | None:
+        """What an ensemble's record calls it."""
+        if self.evidence is not None:
+            return MOMENTS
+        return None if self.folder is None else ROUTER
 
 
 @dataclass(frozen=True)
@@ -219,14 +237,15 @@ def _kept_router(
     if record.learned is None:
         return Routing(evidence=record.evidence if record.router == MOMENTS else None), []
     known = read_record(ensemble / record.learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
-    unknown = [
-        one.name
-        for one in experts
-        if one.member.output is None and (one.record.shard is None or one.record.shard.hash not in known)
-    ]
+    unknown = []
+    for one in experts:
+        is_known = one.record.shard is not None and one.record.shard.hash in known
+        if one.member.output is None and not is_known:
+            unknown.append(one.name)
     # Experts of several kinds are drawn, and nothing routes.
-    can_route = len(set(kinds_of(experts))) == 1
-    can_route = can_route and all((one.place / CALIBRATION).is_file() for one in experts)
+    can_route = are_alike(candidates_of(experts)) and all(
+        (one.place / CALIBRATION).is_file() for one in experts
+    )
     if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
         note = f"the router does not know the shard of {', '.join(unknown)} and is left out; {instead}"
@@ -249,34 +268,14 @@ def write_ensemble(
     """
     if not experts:
         raise HddmError("no expert is left; an ensemble needs at least one")
-    stay = 0 if before is None else len(before.kept)
     folders = [one.place for one in experts]
-    given = {name: folder for name in KEPT if (folder := getattr(settings, name)) is not None}
-    router = routing.folder if routing.is_new else None
     bases = bases_of(folders, bases_in(settings.base))
     experts = with_settings(experts, settings.share, settings.classes, settings.domain)
     Strategy.parse(strategy).check(len(set(domains_of(experts))))
-    is_drawn = routing.folder is None and routing.evidence is None
-    if is_drawn and strategy != "draw":
+    if routing.is_absent and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs `router`; only 'draw' does without")
-    found, parts = Findings(), dict[str, Path]()
-    for folder in folders:
-        if folders.count(folder) > 1:
-            found.differ(str(folder), "is named twice; name it once")
-    if not found.differences:
-        compare_experts(experts, not is_drawn, found)
-        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
-        parts, experts = arrange(experts, given, own, stay, found)
-        if routing.folder is not None:
-            experts = _with_outputs(experts, routing.folder, found)
-        if len(set(kinds_of(experts))) > 1:
-            found.note(
-                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
-            )
-    for folder in folders if routing.evidence is not None else ():
-        if not (folder / CALIBRATION).is_file():
-            found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
-    found.refuse()
+    found = Findings()
+    components, experts = _fitting(experts, routing, settings, before, found)
     note_overlaps(experts, found)
     parts_of(experts, found=found)
     shift = common_shift(experts, found)
@@ -287,24 +286,25 @@ def write_ensemble(
     experts = with_decisions(experts, folder=[f"experts/{k}" for k in range(len(experts))])
     record = EnsembleRecord(
         experts=tuple(one.member for one in experts),
-        router=MOMENTS if routing.evidence is not None else None if is_drawn else ROUTER,
+        router=routing.name,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
         strategy=strategy,
         shift=shift,
     )
-    _check_files(folders[stay:], router, bases)
+    _check_files(folders[_num_kept(before) :], routing.folder if routing.is_new else None, bases)
     rest = [] if before is None else _rest_of(before)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         for folder, member in zip(folders, record.experts, strict=True):
             _link(_files_of(folder), draft / member.folder)
         if routing.folder is not None:
             _link(_files_of(routing.folder), draft / ROUTER)
-        kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
+        kinds = {name: put_component(draft, name, folder) for name, folder in components.items()}
         write_ensemble_records(draft, record, kinds, bases)
         if settings.diffusers_pipeline:
             # No manifest lists it: hddm never reads it but to compare it.
             (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
-        for path, target in ((one, draft / name) for one, name in rest):
+        for path, name in rest:
+            target = draft / name
             if path.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
             elif not target.exists():
@@ -313,16 +313,57 @@ def write_ensemble(
     return tuple(found.notes)
 
 
+def _num_kept(before: Changed | None) -> int:
+    """Number of the experts that an ensemble has already."""
+    return 0 if before is None else len(before.kept)
+
+
+def _fitting(
+    experts: Sequence[Expert],
+    routing: Routing,
+    settings: AssemblySettings,
+    before: Changed | None,
+    found: Findings,
+) -> tuple[dict[str, Path], Sequence[Expert]]:
+    """Components by name, and the experts with what was decided for them, if all of these fit together.
+
+    Raises `HddmError` with all differences; notes go into ``found``.
+    """
+    folders, components = [one.place for one in experts], dict[str, Path]()
+    for folder in folders:
+        if folders.count(folder) > 1:
+            found.differ(str(folder), "is named twice; name it once")
+    if not found.differences:
+        compare_experts(experts, not routing.is_absent, found)
+        chosen = {name: getattr(settings, name) for name in KEPT}
+        given = {name: folder for name, folder in chosen.items() if folder is not None}
+        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
+        components, experts = arrange(experts, given, own, _num_kept(before), found)
+        if routing.folder is not None:
+            experts = _with_outputs(experts, routing.folder, found)
+        if not are_alike(candidates_of(experts)):
+            found.note(
+                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
+            )
+    if routing.evidence is not None:
+        for folder in folders:
+            if not (folder / CALIBRATION).is_file():
+                found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
+    found.refuse()
+    return components, experts
+
+
 def _with_outputs(experts: Sequence[Expert], folder: Path, found: Findings) -> list[Expert]:
     """The experts with their outputs of a learned router, where these do not follow from their shards."""
     router, known = open_router(folder)
     outputs = router_outputs(experts, known, router.network.config.num_experts, found, str(folder))
     if len(outputs) < len(experts):
         return list(experts)
-    is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in experts]
-    return with_decisions(
-        experts, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)]
-    )
+    stated: list[int | None] = list(outputs)
+    for k, one in enumerate(experts):
+        if one.record.shard is not None and known.shard_hashes:
+            stated[k] = None
+    return with_decisions(experts, output=stated)
 
 
 def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> None:
@@ -333,12 +374,14 @@ def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[st
     """
     found = Findings()
     for folder in experts:
-        with found.errors_of(name := str(folder)):
+        name = str(folder)
+        with found.errors_of(name):
             for line in foreign_files(folder, sha256_once):
                 found.differ(name, line)
             if name not in found.differences:
                 open_expert(folder, bases, unheld=FILES)
-                if (weights := weights_in(folder)) is not None:
+                weights = weights_in(folder)
+                if weights is not None:
                     refuse_non_finite(weights, read_safetensors(weights))
     if router is not None:
         with found.errors_of(str(router)):

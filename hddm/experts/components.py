@@ -59,15 +59,14 @@ def arrange(
     Differences and notes go into ``found``.
     """
     # What the ensemble has for an expert that stays may be replaced by what is given.
-    kept = [
-        kept_components(one.place) if k < stay else components_of(one.place) for k, one in enumerate(experts)
-    ]
+    kept = [kept_components(one.place) for one in experts[:stay]]
+    kept += [components_of(one.place) for one in experts[stay:]]
     vaes = _arrange_vaes(experts, given, own, kept, found)
     encoders, experts = _arrange_texts(experts, given, own, kept, found)
-    parts = vaes | encoders
-    for name in sorted(parts.keys() - set(COMPONENTS)):
-        found.differ(str(parts[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored")
-    return parts, experts
+    components = vaes | encoders
+    for name in sorted(components.keys() - set(COMPONENTS)):
+        found.differ(str(components[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored")
+    return components, experts
 
 
 def _arrange_vaes(
@@ -82,7 +81,7 @@ def _arrange_vaes(
     known = [folder for name, folder in own.items() if name.startswith("vae")]
     known += [one["vae"] for one in kept if "vae" in one]
     known = known if named is None else [named, *known]
-    parts = dict[str, Path]()
+    vaes = dict[str, Path]()
     for number, space in enumerate(groups):
         chosen = next((folder for folder in known if _is_of(space, folder)), None)
         if len(groups) == 1 and known and (chosen is None or named is not None):
@@ -90,10 +89,10 @@ def _arrange_vaes(
         if chosen is not None:
             of = [one for one, its in zip(experts, spaces, strict=True) if its == space]
             _compare_vae(of, chosen, found)
-            parts[numbered("vae", number)] = chosen
-    if named is not None and named not in parts.values():
+            vaes[numbered("vae", number)] = chosen
+    if named is not None and named not in vaes.values():
         found.differ(str(named), "is the VAE of none of these experts; leave it out")
-    return parts
+    return vaes
 
 
 def _is_of(space: Hashable, folder: Path) -> bool:
@@ -110,8 +109,10 @@ def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> No
         record = one.record
         if channels != record.sample_shape[0]:
             found.differ(name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}")
-        if (unread := record.unread_vae) is not None:
-            if (misfit := unread.misfit(vae)) is not None:
+        unread = record.unread_vae
+        if unread is not None:
+            misfit = unread.misfit(vae)
+            if misfit is not None:
                 remedy = "convert it anew beside a VAE of its own that can be read"
                 found.differ(name, f"{misfit}, but {one.name} has an {unread}; {remedy}")
             elif unread.fingerprint != vae.fingerprint:
@@ -126,7 +127,8 @@ def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> No
             found.note(f"{kinds}; taken on trust")
         else:
             for key in ("fingerprint", "scale", "shift"):
-                if (mine := getattr(vae, key)) != (theirs := getattr(record.vae, key)):
+                mine, theirs = getattr(vae, key), getattr(record.vae, key)
+                if mine != theirs:
                     found.differ(name, f"{key} {mine}, and {one.name} records {theirs}")
 
 
@@ -142,49 +144,58 @@ def _arrange_texts(
         raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
     named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
     owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
-    known = [part for part in (named, *owned, *mine) if part is not None]
-    by_record = {part.record: part for part in reversed(known)}
-    takers = [one for one in experts if one.record.takes_text]
-    silent = [one for one in takers if one.record.text_encoder is None]
+    known = [one for one in (named, *owned, *mine) if one is not None]
+    by_record = {one.record: one for one in reversed(known)}
+    takers = [k for k, one in enumerate(experts) if one.record.takes_text]
+    silent = [k for k in takers if experts[k].record.text_encoder is None]
     taken = [one.member.text_encoder for one in experts]
-    for k, one in enumerate(experts):
-        if one not in silent:
-            continue
-        trusted = taken[k]
-        part = mine[k] or named or (by_record.get(trusted) if trusted else next(iter(known), None))
-        if part is not None or trusted is not None or len(silent) < len(takers):
-            found.note(f"{one.name} does not record its text encoder; taken on trust")
-        if part is not None:
-            config = read_config(one.place)
-            width = families()[config["_class_name"]].text_width(config)
-            if width not in (None, part.record.width):
-                width_of = f"tokens {part.record.width} wide"
-                found.differ(str(part.folder), f"{width_of}, and {one.name} takes {width}")
-            taken[k] = part.record
+    for k in silent:
+        name, trusted = experts[k].name, taken[k]
+        reader = mine[k] or named
+        if reader is None and trusted is not None:
+            reader = by_record.get(trusted)
+        elif reader is None and known:
+            reader = known[0]
+        if reader is not None or trusted is not None or len(silent) < len(takers):
+            found.note(f"{name} does not record its text encoder; taken on trust")
+        if reader is not None:
+            _compare_width(experts[k], reader, found)
+            taken[k] = reader.record
     experts = with_decisions(experts, text_encoder=taken)
     if len(takers) > 1 and not known and len(silent) == len(takers):
         found.note("no expert records its text encoder; that all share one is taken on trust")
     order = list(numbers_of(experts, "text_encoder").distinct)
     topics = topics_of([replace(one, topic=Topic.load(one.place)) for one in experts], found)
     if topics is not None:
-        reader = next((one for one in known if one.record.fingerprint == topics.fingerprint), None)
-        if reader is None:
+        readers = [one.record for one in known if one.record.fingerprint == topics.fingerprint]
+        if not readers:
             found.note("prompts are routed by p(k): the topics' text encoder is missing (`text_encoder`)")
-        elif reader.record not in order:
-            order.append(reader.record)
+        elif readers[0] not in order:
+            order.append(readers[0])
     encoders = {}
     for number, identity in enumerate(order):
-        if isinstance(identity, TextEncoderRecord) and (part := by_record.get(identity)) is not None:
-            encoders[numbered("text_encoder", number)] = part.folder
-            if part.tokenizer is not None:
-                encoders[numbered("tokenizer", number)] = part.tokenizer
+        if isinstance(identity, TextEncoderRecord) and identity in by_record:
+            chosen = by_record[identity]
+            encoders[numbered("text_encoder", number)] = chosen.folder
+            if chosen.tokenizer is not None:
+                encoders[numbered("tokenizer", number)] = chosen.tokenizer
     if named is not None and named.folder not in encoders.values():
         found.differ(str(named.folder), "is the text encoder of none of these experts; leave it out")
     return encoders, experts
 
 
-def _text_encoder(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
-    folder, tokenizer = (parts.get(numbered(name, number)) for name in ("text_encoder", "tokenizer"))
+def _compare_width(expert: Expert, encoder: _TextEncoder, found: Findings) -> None:
+    """Compare the width of a text encoder's tokens with what an expert's network takes."""
+    config = read_config(expert.place)
+    width = families()[config["_class_name"]].text_width(config)
+    if width not in (None, encoder.record.width):
+        tokens = f"tokens {encoder.record.width} wide"
+        found.differ(str(encoder.folder), f"{tokens}, and {expert.name} takes {width}")
+
+
+def _text_encoder(components: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
+    folder = components.get(numbered("text_encoder", number))
+    tokenizer = components.get(numbered("tokenizer", number))
     if folder is None or (tokenizer is None and several_in(folder) is None):
         return None
     return _TextEncoder(folder, tokenizer, texts_facts(folder, tokenizer))

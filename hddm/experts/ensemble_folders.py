@@ -82,7 +82,8 @@ COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
     "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
     "text_encoder": (
-        *(("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+        ("transformers", "CLIPTextModel"),
+        ("transformers", "T5EncoderModel"),
         ("hddm", "PromptEncoders"),
     ),
     "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
@@ -98,8 +99,13 @@ _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid.
 _OTHER_GRIDS = (
-    *("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
-    *("shift_terminal", "invert_sigmas", "stochastic_sampling"),
+    "use_dynamic_shifting",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "shift_terminal",
+    "invert_sigmas",
+    "stochastic_sampling",
 )
 
 ENSEMBLE_FORMAT = "2.0"
@@ -191,11 +197,15 @@ def read_ensemble_record(folder: Path) -> EnsembleRecord:
     """Read ``ensemble.json``; `HddmError` for a path or link that leaves the folder, before it is opened."""
     path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
     record, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
-    names = [member.folder for member in record.experts]
-    names += [] if record.learned is None else [record.learned]
-    names += [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
-    components = [name for name in ("scheduler", *COMPONENTS) if kinds[name] is not None]
-    for name, origin in [*((one, path) for one in names), *((one, index) for one in components)]:
+    origins = {member.folder: path for member in record.experts}
+    if record.learned is not None:
+        origins[record.learned] = path
+    for base in (folder / BASES).glob("*"):
+        origins[f"{BASES}/{base.name}"] = path
+    for name in ("scheduler", *COMPONENTS):
+        if kinds[name] is not None:
+            origins[name] = index
+    for name, origin in origins.items():
         try:
             inside(folder, name)
             for file in (folder / name).glob("*"):
@@ -259,7 +269,8 @@ def write_scheduler(folder: Path, shift: float) -> None:
 def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
     kind = type(scheduler).__name__
-    if bent := [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]:
+    bent = [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]
+    if bent:
         kind += f" with {', '.join(bent)}"
     if bent or kind != SCHEDULER_CLASS:
         problem = f"the scheduler is a {kind}, and hddm's time grid has the shift alone"
@@ -277,7 +288,8 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     if has_manifest(folder):
         _refuse_damaged_component(name, folder)
     target, kind = draft / name, unnumbered(name)
-    if kind == "text_encoder" and (pipeline := several_in(folder)) is not None:
+    pipeline = several_in(folder) if kind == "text_encoder" else None
+    if pipeline is not None:
         refuse_other_parts(folder, pipeline)
         for part in encoder_classes(pipeline):
             put_component(target, part, folder / part, variant)
@@ -302,7 +314,8 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         return "transformers", tokenizer_class(read_config(folder, "tokenizer_config.json"))
     if kind == "text_encoder":
         # An expert has no index of the pipeline.
-        if (config := text_encoder_config(folder)) != read_config(folder):
+        config = text_encoder_config(folder)
+        if config != read_config(folder):
             (target / "config.json").unlink()
             write_json(target / "config.json", config)
         return "transformers", str(text_encoder_class(config))
@@ -333,20 +346,26 @@ def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
     except OlderFormat:
         # Its experts can be assembled anew.
         return None
-    places = [(whole / member.folder).resolve() for member in record.experts]
-    return (whole, record, places.index(expert.resolve())) if expert.resolve() in places else None
+    for k, member in enumerate(record.experts):
+        if (whole / member.folder).resolve() == expert.resolve():
+            return whole, record, k
+    return None
 
 
 def name_of(expert: Path) -> str:
     """Name of an expert's folder; of one in an ensemble its name there, where it has one."""
-    if (held := held_by(expert)) is not None and (name := held[1].experts[held[2]].name) is not None:
-        return name
+    held = held_by(expert)
+    if held is not None:
+        _, record, k = held
+        name = record.experts[k].name
+        if name is not None:
+            return name
     # A name that is no Unicode could not be read again.
     return os.fsencode(Path(os.path.abspath(expert)).name).decode(errors="replace")
 
 
 def label(folder: str, name: str) -> str:
-    """An expert's folder, with its name behind it where that is another one."""
+    """The expert's folder, followed by its name if the two differ."""
     shown = one_line(name if name.isprintable() else ascii(name), 60)
     return folder if Path(name).name == Path(folder).name else f"{folder} ({shown})"
 
@@ -383,7 +402,8 @@ def write_ensemble_records(
     ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
     the folders of weights that adapters change, by SHA-256, of which weights, config and licence are linked.
     """
-    own = [path for one in record.experts if (path := draft / one.folder / WEIGHTS).is_file()]
+    own = [draft / one.folder / WEIGHTS for one in record.experts]
+    own = [path for path in own if path.is_file()]
     for sha256, base in bases.items():
         size = (base / WEIGHTS).stat().st_size
         # One with the weights of an expert is there already. Only what is as long can be the same.

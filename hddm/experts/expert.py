@@ -274,21 +274,13 @@ def open_expert(
     unread = unread_network(folder, of_experts(), base and base / WEIGHTS)
     if record.adapter is not None and base is not None:
         unread = Unread(unread.network, Merged(folder, record.adapter, base))
-    family = known_family(unread.network)
-    interface = family.interface(unread.network.config, record.sample_shape[1:])
-    stated = {key: getattr(record, key) for key in ("sample_shape", "variance_head", "conditions")}
-    found = {key: getattr(interface, key) for key in stated}
-    if (classes := interface.num_classes) is not None:
-        # A UNet may have been trained with its last class for none; its config does not say.
-        null = classes - 1 if interface.null_class is None else interface.null_class
-        if record.null_class is not None:
-            stated["null_class"], found["null_class"] = record.null_class, null
-        stated["classes"], found["classes"] = len(record.classes), min(len(record.classes), classes)
-    if differing := [f"{key} {one}, not {found[key]}" for key, one in stated.items() if one != found[key]]:
-        raise HddmError(f"{folder}: expert.json says {'; '.join(differing)}, which config.json says")
-    calibration = Calibration.load(folder) if with_calibration else None
+    _refuse_other_config(folder, record, unread.network)
+    calibration, skipped = None, set(unheld)
+    if with_calibration:
+        calibration = Calibration.load(folder)
+    else:
+        skipped.add(CALIBRATION)
     nulls = read_nulls(folder)
-    skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
     known = [name for name in FILES if name not in skipped]
     changed = damage(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped)
     refuse_damaged(folder, changed, remedy(folder))
@@ -297,3 +289,24 @@ def open_expert(
         weak = unread_network(folder, of_experts(), folder / WEAK_FILE)
     topic = Topic.load(folder)
     return Expert(unread, record, calibration, nulls, weak, folder, base, topic)
+
+
+def _refuse_other_config(folder: Path, record: ExpertRecord, network: ModelMixin) -> None:
+    """Raise an `HddmError` that lists where the record and the network's config contradict each other."""
+    interface = known_family(network).interface(network.config, record.sample_shape[1:])
+    stated: dict[str, object] = {
+        "sample_shape": record.sample_shape,
+        "variance_head": record.variance_head,
+        "conditions": record.conditions,
+    }
+    found = {key: getattr(interface, key) for key in stated}
+    classes = interface.num_classes
+    if classes is not None:
+        if record.null_class is not None:
+            # A UNet may have been trained with its last class for none; its config does not say.
+            null = classes - 1 if interface.null_class is None else interface.null_class
+            stated["null_class"], found["null_class"] = record.null_class, null
+        stated["classes"], found["classes"] = len(record.classes), min(len(record.classes), classes)
+    differing = [f"{key} {one}, not {found[key]}" for key, one in stated.items() if one != found[key]]
+    if differing:
+        raise HddmError(f"{folder}: expert.json says {'; '.join(differing)}, which config.json says")

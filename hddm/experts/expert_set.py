@@ -51,8 +51,12 @@ class ExpertSet(nn.Module):
     @property
     def _networks(self) -> list[StoredNetwork]:
         """Networks of the experts and of their weak models."""
-        fields = [one for field in self._fields for one in (field, field.weak) if one is not None]
-        return [cast(StoredNetwork, one.network) for one in fields]
+        networks = []
+        for field in self._fields:
+            networks.append(cast(StoredNetwork, field.network))
+            if field.weak is not None:
+                networks.append(cast(StoredNetwork, field.weak.network))
+        return networks
 
     @property
     def _together(self) -> int:

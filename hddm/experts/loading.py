@@ -135,9 +135,9 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
-        if (part := expert.record.noise_range) != WHOLE:
-            text = f"is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble"
-            raise HddmError(f"{folder}: {text}")
+        low, high = expert.record.noise_range
+        if (low, high) != WHOLE:
+            raise HddmError(f"{folder}: is made for t in {low:g}:{high:g} alone; sample it in an ensemble")
         record = EnsembleRecord(experts=(Member(folder="."),), shift=expert.record.shift)
         return OpenedEnsemble([expert], None, record, {name: name for name in whole_components(folder)})
     if (folder / ENSEMBLE_FILE).exists():
@@ -169,11 +169,13 @@ def _subset(
     record: EnsembleRecord, whole: Sequence[Expert], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
     """The ensemble's record for these experts only, and the old name of each component by its new name."""
-    if unknown := [k for k in chosen if not 0 <= k < len(whole)]:
+    unknown = [k for k in chosen if not 0 <= k < len(whole)]
+    if unknown:
         raise HddmError(f"`experts` {unknown}: choose from 0 to {len(whole) - 1}")
     parts = parts_of(whole)
     domains = {parts[k].domain for k in chosen}
-    if parted := [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]:
+    parted = [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]
+    if parted:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
     experts = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
     renamed = dict[str, str]()
@@ -184,9 +186,9 @@ def _subset(
                 renamed[numbered(name, after[new])] = numbered(name, before[old])
     # All of fewer than k are the k most probable of them.
     strategy, number = Strategy.parse(record.strategy), len(domains)
-    is_too_many = strategy.kind == "top" and strategy.value > number
-    members = tuple(one.member for one in experts)
-    changes = {"experts": members, "strategy": f"top-{number}" if is_too_many else record.strategy}
+    changes: dict[str, Any] = {"experts": tuple(one.member for one in experts)}
+    if strategy.kind == "top" and strategy.value > number:
+        changes["strategy"] = f"top-{number}"
     return record.model_copy(update=changes), renamed
 
 
@@ -211,7 +213,9 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
 
 def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
     """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
-    taken = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
+    taken = 0
+    for model in models:
+        taken += sum(p.numel() * p.element_size() for p in model.parameters())
     if taken >= max_memory:
         alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
         raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")
@@ -263,8 +267,9 @@ def save_ensemble(
         changes["router"] = ROUTER
     else:
         changes["router"] = MOMENTS if record.router == MOMENTS else None
-    known = {
-        one.record.adapter.base_sha256: one.base for one in experts.experts if one.record.adapter and one.base
-    }
+    known = {}
+    for one in experts.experts:
+        if one.record.adapter is not None and one.base is not None:
+            known[one.record.adapter.base_sha256] = one.base
     bases = bases_of([draft / member.folder for member in members], known)
     write_ensemble_records(draft, record.model_copy(update=changes), components, bases)

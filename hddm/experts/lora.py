@@ -46,8 +46,15 @@ PREFIX = "base_model.model."
 
 # Keys that can change peft's formula.
 _VARIANTS = (
-    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
-    *("layer_replication", "modules_to_save", "trainable_token_indices"),
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "layer_replication",
+    "modules_to_save",
+    "trainable_token_indices",
 )
 
 
@@ -114,7 +121,8 @@ def base_of(folder: Path, adapter: AdapterRecord, bases: Mapping[str, Path] | No
     if Path(adapter.base).is_absolute() or any(letter in adapter.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {adapter.base!r}, which is no relative path; refused")
     base, place = (folder.resolve() / adapter.base).resolve(), folder / adapter.base
-    if (whole := ensemble_around(folder.resolve())) is not None:
+    whole = ensemble_around(folder.resolve())
+    if whole is not None:
         base = place = _base_within(whole, adapter.base_sha256)
     if not (base / WEIGHTS).is_file():
         problem = f"is an adapter of {adapter.base_name}, and {place} holds no {WEIGHTS}"
@@ -217,12 +225,9 @@ def factor_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, ...], tu
 
 def refuse_variants(config: Mapping[str, Any], origin: str) -> None:
     """Raise an `HddmError` for a peft config of another formula than this module's."""
-    plain = {"bias": "none"}
-    found = [
-        f"{key} is {str(config[key])[:40]}"
-        for key in (*_VARIANTS, "bias")
-        if config.get(key) and config[key] != plain.get(key)
-    ]
+    found = [f"{key} is {str(config[key])[:40]}" for key in _VARIANTS if config.get(key)]
+    if config.get("bias") and config["bias"] != "none":
+        found.append(f"bias is {str(config['bias'])[:40]}")
     if found:
         variant = f"{' and '.join(found)}, a variant of LoRA that is not read"
         raise HddmError(f"{origin}: {variant}; merge it with peft first")

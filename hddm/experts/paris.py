@@ -73,15 +73,15 @@ def paris_experts(folder: Path) -> list[Expert]:
     leave the folder, and for tensors that make no such network (all are listed).
     """
     numbers = _numbers(folder)
-    if missing := [f"expert_{k}" for k in range(numbers[-1]) if k not in numbers]:
+    missing = [f"expert_{k}" for k in range(numbers[-1]) if k not in numbers]
+    if missing:
         lacks = f"expert_{numbers[-1]} and lacks {', '.join(shown(missing, 10))}"
         raise HddmError(f"{folder}: has {lacks}; fetch the whole release")
     paths = [_weights_of(folder, f"expert_{k}") for k in numbers]
     every = [expert_arguments(read_header(path)[0], path) for path in paths]
-    networks = [
-        unread(EXPERT.network, own, path, str(path.with_name(_MISFIT)))
-        for own, path in zip(every, paths, strict=True)
-    ]
+    networks = []
+    for path, arguments in zip(paths, every, strict=True):
+        networks.append(unread(EXPERT.network, arguments, path, str(path.with_name(_MISFIT))))
     record = _expert_record(folder, every[0])
     return [Expert(one, record, folder=path.parent) for path, one in zip(paths, networks, strict=True)]
 
@@ -133,10 +133,11 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
     if _component(folder, "scheduler") is not None:
         inside(folder, SCHEDULER_FILE)
         scheduler = read_json(folder / SCHEDULER_FILE)
-    if (path := _component(folder, "vae")) is not None:
-        vae = vae_facts(path)
-    if (path := _component(folder, "text_encoder")) is not None:
-        encoder = text_encoder_facts(path, TOKENS)
+    vae_folder, encoder_folder = _component(folder, "vae"), _component(folder, "text_encoder")
+    if vae_folder is not None:
+        vae = vae_facts(vae_folder)
+    if encoder_folder is not None:
+        encoder = text_encoder_facts(encoder_folder, TOKENS)
     record = {
         "objective": "flow",
         "prediction_type": PredictionType.FLOW_PREDICTION,

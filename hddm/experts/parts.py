@@ -81,12 +81,6 @@ def numbers_of(experts: Sequence[Expert], component: str) -> Numbers:
     return Numbers.of_text_encoders(text_encoders_of(experts))
 
 
-def kinds_of(experts: Sequence[Expert]) -> list[Hashable]:
-    """Shape, space and VAE of each expert's samples; samples of one kind can be mixed."""
-    vaes = vaes_of(experts)
-    return [(one.record.sample_shape, one.record.space, vae) for one, vae in zip(experts, vaes, strict=True)]
-
-
 def parts_of(
     experts: Sequence[Expert], fields: Sequence[VelocityField] | None = None, found: Findings | None = None
 ) -> list[Part]:

@@ -66,7 +66,8 @@ def describe_topic(
     encoder_record = texts_facts(encoder, words).model_copy(update={"width": embedded[0].shape[1]})
     topic = topic_of(torch.cat(embedded), list(counts.values()))
     known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=encoder_record)
-    if (whole := ensemble_around(folder.resolve())) is not None:
+    whole = ensemble_around(folder.resolve())
+    if whole is not None:
         for place in (whole / member.folder for member in read_ensemble_record(whole).experts):
             other = None if place.samefile(folder) else Topic.load(place)
             if other and other.record and other.record.text_encoder.fingerprint != encoder_record.fingerprint:
@@ -107,7 +108,8 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
     elif data is not None:
         manifest = read_images_manifest(data)
         found, source = list(captions_of(manifest.images) or ()), f"shard {manifest.hash}"
-    if not (kept := [one for one in found if one.strip()]):
+    kept = [one for one in found if one.strip()]
+    if not kept:
         raise HddmError(f"{captions or data or '`text`'}: holds no captions")
     return kept, source
 
