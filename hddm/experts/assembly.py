@@ -81,7 +81,7 @@ except (ImportError, AttributeError) as error:
 """After a plain import statement diffusers would advise to install "hddm", the name of another project."""
 
 
-_PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
+_OWN = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -419,11 +419,12 @@ def _rest_of(before: Changed) -> list[tuple[Path, Path]]:
 
     A link to a folder is refused, since it may lead around in circles.
     """
-    parts = [*_PARTS, *(member.folder for member in before.record.experts), before.record.learned or ROUTER]
+    own = [*_OWN, before.record.learned or ROUTER]
+    own += [member.folder for member in before.record.experts]
     found = []
     for path in before.folder.rglob("*"):
         name = path.relative_to(before.folder)
-        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
+        if any(name.is_relative_to(one) for one in own) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
             raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")

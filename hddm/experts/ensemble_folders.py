@@ -1,6 +1,6 @@
 """Ensemble folders: the files that hold experts and a router together, written and read.
 
-model_index.json         parts and their classes, for diffusers
+model_index.json         components and their classes, for diffusers
 ensemble.json            format, what was decided on each expert (`Member`), router, strategy, shift
 experts/<i>/             an expert folder each
 bases/<hash>/            weights that adapters among them change, where no expert has them for its own
@@ -10,8 +10,8 @@ vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones a
                          text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
 manifest.json            the hashes of all these (`hddm.utils.records`)
 
-``model_index.json`` is foreign text: a part may be of the classes listed in `CLASSES` and of no other, so
-nothing that a folder says decides which code runs.
+``model_index.json`` is foreign text: a component may be of the classes listed in `CLASSES` and of no other,
+so nothing that a folder says decides which code runs.
 """
 
 import os
@@ -62,7 +62,7 @@ ClassName = tuple[str, str]
 """Library and class, as in ("diffusers", "AutoencoderKL")."""
 
 KEPT = ("vae", "text_encoder", "tokenizer")
-"""Parts that a converted expert may have besides networks, one folder each."""
+"""Components that a converted expert may have besides its network, one folder each."""
 MOST_ENCODERS = 3
 """VAEs, and text encoders, of an ensemble at most."""
 
@@ -78,7 +78,7 @@ def unnumbered(name: str) -> str:
 
 
 COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
-"""Parts that an ensemble may have besides networks and scheduler."""
+"""Components that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
     "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
     "text_encoder": (
@@ -94,7 +94,7 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "scheduler": (("diffusers", SCHEDULER_CLASS),),
     **{name: _KINDS[unnumbered(name)] for name in COMPONENTS},
 }
-"""Every part that an ensemble may have, and what it may be."""
+"""Every component that an ensemble may have, and what it may be."""
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid.
@@ -222,7 +222,7 @@ def components_in(folder: Path) -> tuple[str, ...]:
 
 
 def read_model_index(folder: Path) -> dict[str, ClassName | None]:
-    """Library and class of every part in `CLASSES`, None for absent parts.
+    """Library and class of every component in `CLASSES`, None for absent ones.
 
     Raises a one-line `HddmError` with file, key and value for a key or a class that is not listed (such as
     ``auto_map``, ``custom_pipeline`` and module paths), and where experts or scheduler are missing.
@@ -236,26 +236,33 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
         if key not in CLASSES and key not in _RECORDS:
             near = did_you_mean(key, CLASSES)
             raise HddmError(f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused")
-    return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
+    return {name: _class_of(path, name, content.get(name)) for name in CLASSES}
 
 
 def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
     """Write ``model_index.json``; experts and scheduler are always named."""
-    always = {part: CLASSES[part][0] for part in _NEEDED}
-    parts = ("experts", "router", "scheduler", *KEPT, *classes)
-    named = {part: (always | dict(classes)).get(part) for part in CLASSES if part in parts}
-    content = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__}
-    write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
+    content: dict[str, object] = {
+        "_class_name": PIPELINE_CLASS,
+        "_diffusers_version": diffusers.__version__,
+    }
+    for name in CLASSES:
+        if name in _NEEDED:
+            content[name] = CLASSES[name][0]
+        elif name in classes:
+            content[name] = classes[name]
+        elif name in (ROUTER, *KEPT):
+            content[name] = (None, None)
+    write_json(folder / MODEL_INDEX, content)
 
 
-def _class_of(path: Path, part: str, value: object) -> ClassName | None:
-    if value in (None, [None, None]) and part not in _NEEDED:
+def _class_of(path: Path, component: str, value: object) -> ClassName | None:
+    if value in (None, [None, None]) and component not in _NEEDED:
         return None
-    for name in CLASSES[part]:
-        if value == list(name):
-            return name
-    options = " or ".join(str(list(name)) for name in CLASSES[part])
-    raise HddmError(f"{path}: {part} is {one_line(repr(value))}, and may be {options}; refused")
+    for known in CLASSES[component]:
+        if value == list(known):
+            return known
+    options = " or ".join(str(list(known)) for known in CLASSES[component])
+    raise HddmError(f"{path}: {component} is {one_line(repr(value))}, and may be {options}; refused")
 
 
 def write_scheduler(folder: Path, shift: float) -> None:
@@ -291,8 +298,8 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     pipeline = several_in(folder) if kind == "text_encoder" else None
     if pipeline is not None:
         refuse_other_parts(folder, pipeline)
-        for part in encoder_classes(pipeline):
-            put_component(target, part, folder / part, variant)
+        for encoder in encoder_classes(pipeline):
+            put_component(target, encoder, folder / encoder, variant)
         write_json(target / MODEL_INDEX, index_content(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
     target.mkdir(parents=True)
@@ -399,7 +406,7 @@ def write_ensemble_records(
 ) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
-    ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
+    ``draft`` already has all else; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
     the folders of weights that adapters change, by SHA-256, of which weights, config and licence are linked.
     """
     own = [draft / one.folder / WEIGHTS for one in record.experts]

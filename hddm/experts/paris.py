@@ -171,17 +171,17 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _weights_of(folder: Path, part: str) -> Path:
-    """The only safetensors file in a part's folder; of several, the one with the release's name."""
+def _weights_of(folder: Path, owner: str) -> Path:
+    """The only safetensors file of an expert or the router; of several, the one with the release's name."""
     # A linked folder is checked before it is listed.
-    names = sorted(path.name for path in inside(folder, part).glob("*.safetensors"))
+    names = sorted(path.name for path in inside(folder, owner).glob("*.safetensors"))
     chosen = [name for name in _NAMES if name in names][:1] or names
     if len(chosen) != 1:
         holds = ", ".join(shown(names, 10)) or "no safetensors"
         raise HddmError(
-            f"{folder / part}: holds {holds}, and needs one file, {_NAMES[part == ROUTER]}; fetch the whole "
-            "release (pickles are not read)"
+            f"{folder / owner}: holds {holds}, and needs one file, {_NAMES[owner == ROUTER]}; fetch the "
+            "whole release (pickles are not read)"
         )
-    inside(folder, f"{part}/{chosen[0]}")
+    inside(folder, f"{owner}/{chosen[0]}")
     # Messages should show the name in the folder, not the hash behind a link.
-    return folder / part / chosen[0]
+    return folder / owner / chosen[0]
