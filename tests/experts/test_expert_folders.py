@@ -14,7 +14,16 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import to_unit_range
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import Expert, field_of, null_conditions, open_expert, save_expert, unread_as
+from hddm.experts.ensemble_folders import Member
+from hddm.experts.expert import (
+    Expert,
+    field_of,
+    null_conditions,
+    open_expert,
+    read_experts,
+    save_expert,
+    unread_as,
+)
 from hddm.experts.records import WEAK_FILE, read_expert_record, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
@@ -34,6 +43,16 @@ SCHEDULES: dict[str, Schedule] = {
     "cosine": CosineSchedule(),
     "discrete": from_diffusers({"beta_schedule": "scaled_linear"}),
 }
+
+
+def test_the_record_of_an_expert_is_read_without_its_network(tmp_path: Path) -> None:
+    made = new_expert(1, num_classes=3)
+    save_expert(tmp_path, made)
+    (tmp_path / "config.json").unlink()
+    (read,) = read_experts([tmp_path], [Member(folder="", classes=("x", "y", "z"))])
+    assert (read.record, read.opened, read.name) == (made.record, None, str(tmp_path))
+    assert (made.classes, read.classes) == (made.record.classes, ("x", "y", "z"))
+    assert "config.json" in refusal(open_expert, tmp_path)
 
 
 @torch.no_grad()

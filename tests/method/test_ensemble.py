@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Part
+from hddm.parts import Numbers
 from hddm.routers import Strategy, sparse_weights
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -230,6 +231,12 @@ def test_experts_of_unlike_samples_are_for_draw_only() -> None:
         made_for_draw.strategy = "full"
     fields[0].sample_shape = None
     Ensemble(fields, strategy="top-1")
+
+
+def test_vaes_and_text_encoders_are_numbered_as_they_first_appear() -> None:
+    assert Numbers.of_vaes([None, "a", "b", "a"]) == Numbers(("a", "b"), (-1, 0, 1, 0))
+    assert Numbers.of_vaes([None, None]) == Numbers((), (0, 0))
+    assert Numbers.of_text_encoders([None, "a", "b", "a"]) == Numbers(("a", "b"), (0, 0, 1, 0))
 
 
 # Images of four classes in four shards; their sums are in the proportions of PRIOR.
