@@ -129,15 +129,11 @@ def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[
 
 def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
     """The record of all experts in ``folder``, given their network's arguments."""
-    scheduler, vae, encoder, side = None, None, None, arguments["sample_size"]
+    scheduler, side = None, arguments["sample_size"]
     if _component(folder, "scheduler") is not None:
         inside(folder, SCHEDULER_FILE)
         scheduler = read_json(folder / SCHEDULER_FILE)
-    vae_folder, encoder_folder = _component(folder, "vae"), _component(folder, "text_encoder")
-    if vae_folder is not None:
-        vae = vae_facts(vae_folder)
-    if encoder_folder is not None:
-        encoder = text_encoder_facts(encoder_folder, TOKENS)
+    vae, encoder = _component(folder, "vae"), _component(folder, "text_encoder")
     record = {
         "objective": "flow",
         "prediction_type": PredictionType.FLOW_PREDICTION,
@@ -147,8 +143,8 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
         "sample_shape": (arguments["in_channels"], side, side),
         "space": "latents",
         "latent_scale": LATENT_SCALE,
-        "vae": vae,
-        "text_encoder": encoder,
+        "vae": None if vae is None else vae_facts(vae),
+        "text_encoder": None if encoder is None else text_encoder_facts(encoder, TOKENS),
         "shift": (scheduler or {}).get("shift", 1.0),
         "conditions": ("encoder_hidden_states",),
         "weights": "unstated",
