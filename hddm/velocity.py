@@ -69,18 +69,6 @@ class PredictionType(StrEnum):
         return cls(name)
 
 
-def misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
-    """The first part of [0, 1] that is in none of ``ranges``, or in two, in words; None without any."""
-    end = 0.0
-    for low, high in sorted(ranges):
-        if low > end:
-            return f"t in {end:g}:{low:g} is missing"
-        if low < end:
-            return f"t in {low:g}:{min(end, high):g} is double"
-        end = high
-    return f"t in {end:g}:1 is missing" if end < 1 else None
-
-
 @dataclass(frozen=True)
 class PathPoint:
     """One state in both coordinates; every tensor broadcasts against ``x``.
@@ -321,7 +309,8 @@ class VelocityField:
             raise HddmError(f"guidance needs a condition to guide to; {self._remedies}")
         if guidance.by_weak and self.weak is None:
             raise HddmError(f"this expert has no weak model to guide by; {self._remedies}")
-        if missing := missing_from(given, self.conditions or ()):
+        missing = missing_from(given, self.conditions or ())
+        if missing:
             raise HddmError(
                 f"this expert needs {' and '.join(missing)} and has no empty default; pass a value"
             )
@@ -329,8 +318,12 @@ class VelocityField:
             return Inputs(guidance, given, {})
         settings = {name: value for name, value in given.items() if name in SETTINGS}
         against = settings | self._with_null(negative, x_t)
-        gaps = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
-        if lacks := [f"{one} lack {' and '.join(sorted(names))}" for one, names in gaps.items() if names]:
+        lacks = []
+        for name in sorted(given.keys() - against.keys()):
+            lacks.append(f"the negative conditions lack {name}")
+        for name in sorted(against.keys() - given.keys()):
+            lacks.append(f"the conditions lack {name}")
+        if lacks:
             raise HddmError(
                 f"guidance needs the same keywords on both sides: {', '.join(lacks)}, and this expert has "
                 "no empty default"
@@ -348,27 +341,33 @@ class VelocityField:
         if not acts.any():
             return self._convert(x_t, times, given).to(x_t.dtype)
         if self.weak is not None and guidance.by_weak:
-            conditional, unguided = (one._convert(x_t, times, given) for one in (self, self.weak))
+            conditional = self._convert(x_t, times, given)
+            unguided = self.weak._convert(x_t, times, given)
         elif all(given[key].shape == against[key].shape for key in given):
             both = {key: torch.cat([given[key], against[key]]) for key in given}
             v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
             conditional, unguided = v.chunk(2)
         else:
             # Texts of different lengths: padding one would change what a network without a mask gives.
-            conditional, unguided = (self._convert(x_t, times, branch) for branch in (given, against))
+            conditional = self._convert(x_t, times, given)
+            unguided = self._convert(x_t, times, against)
         return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
 
     @property
     def _remedies(self) -> str:
         """What there is to guide by, in words."""
-        by_condition = [] if self.conditions == () else ["pass a condition to guide by"]
-        by_weak = [] if self.weak is None else ["guide by the weak model"]
-        return ", or ".join([*by_condition, *by_weak, "take `guidance_scale` 1"])
+        remedies = ["take `guidance_scale` 1"]
+        if self.weak is not None:
+            remedies.insert(0, "guide by the weak model")
+        if self.conditions != ():
+            remedies.insert(0, "pass a condition to guide by")
+        return ", or ".join(remedies)
 
     def refuse_beyond(self, t: Tensor) -> None:
         """Raise an `HddmError` where a t (n,) lies outside the noise range."""
         low, high = self.noise_range
-        if (beyond := (t < low - ROUNDING) | (t > high + ROUNDING)).any():
+        beyond = (t < low - ROUNDING) | (t > high + ROUNDING)
+        if beyond.any():
             raise HddmError(
                 f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
                 "sample it in an ensemble with an expert of the remaining range (hddm assemble)"
@@ -452,9 +451,11 @@ class VelocityField:
 
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> dict[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""
-        nulls = self.null_conditions.items()
-        rows = {name: sent(null, x_t.device).expand(len(x_t), *null.shape) for name, null in nulls}
-        return rows | dict(conditions)
+        rows = dict(conditions)
+        for name, null in self.null_conditions.items():
+            if name not in rows:
+                rows[name] = sent(null, x_t.device).expand(len(x_t), *null.shape)
+        return rows
 
 
 def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[float, float]:

@@ -13,10 +13,11 @@ import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.assembly import assemble
-from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
+from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_record
+from hddm.experts.expert import Expert, save_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
+from hddm.experts.records import ExpertRecord, RouterRecord, save_router
 from hddm.networks.families import known_family
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -107,8 +108,8 @@ def pipeline_in_memory(
 ) -> HDDMPipeline:
     """A pipeline of experts that lie on no disk, behind a random router."""
     num = len(experts)
-    router, router.record = random_router(num, experts[0].facts.sample_shape)
-    classes = next((one.facts.classes for one in experts if one.facts.classes), ())
+    router, router.record = random_router(num, experts[0].record.sample_shape)
+    classes = next((one.record.classes for one in experts if one.record.classes), ())
     members = [
         Member(
             folder=f"experts/{k}",
@@ -117,12 +118,12 @@ def pipeline_in_memory(
         )
         for k in range(num)
     ]
-    facts = EnsembleRecord(experts=tuple(members), router="router", strategy=strategy)
+    record = EnsembleRecord(experts=tuple(members), router="router", strategy=strategy)
     pipe = HDDMPipeline(
         ExpertSet([expert for expert in experts], shelf=shelf),
         FlowMatchEulerDiscreteScheduler(shift=shift),
         router,
-        facts=facts,
+        record=record,
         **parts,
     )
     pipe.set_progress_bar_config(disable=True)
@@ -159,7 +160,7 @@ def write_ensemble(
         if isinstance(expert, Expert):
             expert.network.to(dtype)
             saved(folder, expert)
-            shapes.append(expert.facts.sample_shape)
+            shapes.append(expert.record.sample_shape)
         folders.append(folder)
     network, facts = random_router(len(experts), shapes[0])
     (root / "router").mkdir()
@@ -235,7 +236,7 @@ class Derived:
 
 def derived(folder: Path) -> Derived:
     """What is in an ensemble's folder."""
-    model, record = load_ensemble(folder), read_ensemble_facts(folder)
+    model, record = load_ensemble(folder), read_ensemble_record(folder)
     router = getattr(model.router, "outputs", ())
     rows = [] if model.class_prior is None else model.class_prior.tolist()
     outputs = range(len(record.experts)) if router is None else router

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hddm.experts.expert import Expert, open_expert, save_expert
 from hddm.experts.lora import adapter_of
-from hddm.experts.records import Expert, ExpertRecord, open_expert, save_expert
+from hddm.experts.records import ExpertRecord
 from hddm.training.continuation import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert
 
@@ -39,7 +40,7 @@ def write_adapter(
         if ".lora_B." in name:
             parameter.data.normal_(std=size, generator=noise) if size else parameter.data.zero_()
     out.mkdir(parents=True)
-    changed = ExpertRecord.model_validate(expert.facts.model_dump() | changes)
+    changed = ExpertRecord.model_validate(expert.record.model_dump() | changes)
     save_adapted(out, Expert(expert.network, changed, expert.calibration, expert.nulls), facts)
     return out
 

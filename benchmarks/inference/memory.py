@@ -18,8 +18,9 @@ from benchmarks.inference.models import EvenRouter, Settings, Size, random_exper
 from benchmarks.timing import DTYPES, between, now
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
+from hddm.experts.expert import save_expert
 from hddm.experts.loading import load
-from hddm.experts.records import RouterRecord, save_expert, save_router
+from hddm.experts.records import RouterRecord, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import Router
 from hddm.sampling import integrate, time_grid

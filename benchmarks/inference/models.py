@@ -8,8 +8,9 @@ import torch
 from diffusers import DDIMScheduler, DiTTransformer2DModel, ModelMixin
 from torch import Tensor, nn
 
+from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import Expert, ExpertRecord, ShardRecord
+from hddm.experts.records import ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule

@@ -59,8 +59,8 @@ def assemble(
     from hddm.classes import join_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly import change
-    from hddm.experts.compatibility import read_entries
-    from hddm.experts.ensemble_folders import read_ensemble_facts
+    from hddm.experts.ensemble_folders import read_ensemble_record
+    from hddm.experts.expert import experts_in
     from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress
 
@@ -73,10 +73,10 @@ def assemble(
     for note in notes:
         say(f"note: {note}")
     written = out or experts[0]
-    ensemble = read_ensemble_facts(written)
+    ensemble = read_ensemble_record(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
-    entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
-    parts, shares_of = parts_of(entries), []
+    opened = experts_in(written, ensemble)
+    parts, shares_of = parts_of(opened), []
     domains = dict.fromkeys(part.domain for part in parts)
     if len(domains) == 1 < len(parts):
         typer.echo("these experts make each image together, each at its own noise levels")
@@ -87,7 +87,7 @@ def assemble(
     for first in domains:
         own = [k for k, part in enumerate(parts) if part.domain == first]
         total = sum(parts[k].weight for k in own) / sum(part.weight for part in parts)
-        shares_of.append(f"{' with '.join(entries[k].member.label for k in own)} {total:.3g}")
+        shares_of.append(f"{' with '.join(opened[k].member.label for k in own)} {total:.3g}")
     typer.echo(f"shares: {', '.join(shares_of)}")
-    if names := join_classes(tuple(one.classes for one in entries)).names:
+    if names := join_classes(tuple(one.classes for one in opened)).names:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")

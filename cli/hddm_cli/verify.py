@@ -79,9 +79,9 @@ def _experts_in(folder: Path) -> list[Path]:
     if (folder / EXPERT_FILE).exists():
         return [folder]
     if (folder / ENSEMBLE_FILE).exists():
-        from hddm.experts.ensemble_folders import read_ensemble_facts
+        from hddm.experts.ensemble_folders import read_ensemble_record
 
-        return [folder / one.folder for one in read_ensemble_facts(folder).experts]
+        return [folder / one.folder for one in read_ensemble_record(folder).experts]
     found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
     if not found:
         text = "nor does a folder in it; name the folder of an expert, an ensemble, or experts"

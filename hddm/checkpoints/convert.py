@@ -31,16 +31,8 @@ from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summar
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
-from hddm.experts.records import (
-    EXPERT_FILE,
-    EXTRAS_FILE,
-    FORMAT,
-    Expert,
-    ExpertRecord,
-    field_of,
-    read_nulls,
-    write_records,
-)
+from hddm.experts.expert import Expert, field_of
+from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FORMAT, ExpertRecord, read_nulls, write_records
 from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS

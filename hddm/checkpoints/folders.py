@@ -13,16 +13,9 @@ from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
+from hddm.experts.expert import without_adapter
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
-from hddm.experts.records import (
-    EXPERT_FILE,
-    EXTRAS_FILE,
-    FILES,
-    read_facts,
-    read_nulls,
-    remedy,
-    without_adapter,
-)
+from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, read_nulls, remedy
 from hddm.networks.families import Family, known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,
@@ -178,7 +171,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
 
 def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     """Open an expert folder; an adapter is merged into its base."""
-    record = read_facts(folder)
+    record = read_expert_record(folder)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if record.adapter is None:
         network, weights, arguments = open_network(folder)

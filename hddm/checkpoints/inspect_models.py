@@ -12,13 +12,13 @@ from hddm.checkpoints.plan import open_unstated
 from hddm.checkpoints.sources import resolve_conventions, with_shift
 from hddm.classes import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     kept_components,
-    read_ensemble_facts,
+    read_ensemble_record,
     read_model_index,
 )
+from hddm.experts.expert import experts_in
 from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of
@@ -201,17 +201,17 @@ def _paris(folder: Path) -> dict[str, Any]:
         "parameters": own * len(experts),
         "parameters_of_an_expert": own,
         "parameters_of_the_router": routing,
-        **experts[0].facts.model_dump(mode="json"),
+        **experts[0].record.model_dump(mode="json"),
         "architecture": expert_arguments(experts[0].network.state_dict(), folder),
     }
 
 
 def _ensemble(folder: Path) -> dict[str, Any]:
-    record = read_ensemble_facts(folder)
+    record = read_ensemble_record(folder)
     members, folders = record.experts, [member.folder for member in record.experts]
     experts = [inspect_model(folder / name) for name in folders]
-    entries = read_entries([folder / name for name in folders], members)
-    parts = parts_of(entries)
+    known = experts_in(folder, record)
+    parts = parts_of(known)
     total, domains = sum(part.weight for part in parts), tuple(part.domain for part in parts)
     return {
         "kind": "ensemble",
@@ -221,7 +221,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "prior": [part.weight / total for part in parts],
         "strategy": record.strategy,
         "router": record.router,
-        "classes": list(join_classes(tuple(one.classes for one in entries)).names),
+        "classes": list(join_classes(tuple(one.classes for one in known)).names),
         # Shared weights count once.
         "parameters": sum(expert["parameters"] for expert in experts)
         + sum(_numbers(path)["parameters"] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),

@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from hddm.checkpoints import ldm
 from hddm.checkpoints.headers import licence_in, predictions_in
 from hddm.experts.ensemble_folders import keep_component, whole_components
+from hddm.experts.expert import open_expert
 from hddm.experts.lora import (
     AdapterRecord,
     adapter_of,
@@ -33,7 +34,7 @@ from hddm.experts.lora import (
     tensor_names,
     write_adapter,
 )
-from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, open_expert, write_records
+from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, write_records
 from hddm.networks.families import family_of
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
@@ -152,32 +153,32 @@ def convert_lora(
         "shard": None,
         "training": {},
         "adapter": adapter,
-        "licence": joint_licence((expert.facts.licence, licence or lora.licence)),
+        "licence": joint_licence((expert.record.licence, licence or lora.licence)),
         "source": SourceRecord(
             layout="lora",
             files={path.name: sha256_of(path)},
             options={"naming": lora.naming},
             hddm=version("hddm-diffusion"),
-            before=expert.facts.source,
+            before=expert.record.source,
         ),
     }
-    facts = expert.facts.model_copy(update=update)
+    record = expert.record.model_copy(update=update)
     lines = [
         f"names of {lora.naming}, {counted(len(targets), 'layer')}, rank {', '.join(lora.ranks)}",
         f"base: {base} (SHA-256 {adapter.base_sha256[:16]}…)",
-        f"licence: {facts.licence or 'not stated (`licence` records it)'}",
+        f"licence: {record.licence or 'not stated (`licence` records it)'}",
     ]
-    if expert.facts.prediction_type is not PredictionType.FLOW_PREDICTION:
+    if expert.record.prediction_type is not PredictionType.FLOW_PREDICTION:
         for place, kind in predictions_in(lora.metadata, path.name).items():
-            if kind != expert.facts.prediction_type:
-                own = f"{base} predicts {expert.facts.prediction_type.value}"
+            if kind != expert.record.prediction_type:
+                own = f"{base} predicts {expert.record.prediction_type.value}"
                 lines.append(f"note: {place} says that the LoRA was trained on {kind}, and {own}")
     if dry_run:
         return [*lines, f"{out}: nothing written (`dry_run`)"]
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         network.save_config(draft)
         write_adapter(draft, adapter, tensors)
-        write_records(draft, facts, expert.nulls)
+        write_records(draft, record, expert.nulls)
         for name, folder in whole_components(base).items():
             keep_component(draft, name, folder)
         open_expert(draft)

@@ -16,8 +16,10 @@ from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert_checkpoint
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint
-from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, Findings, common_shift, compare_experts
+from hddm.experts.compatibility import candidates_of, common_shift, note_unrecorded
+from hddm.experts.decisions import SHARE_TOLERANCE
 from hddm.experts.ensemble_folders import keep_component, whole_components
+from hddm.experts.expert import Expert
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
@@ -27,6 +29,7 @@ from hddm.experts.records import (
     joint_licence,
     write_records,
 )
+from hddm.fit import Findings, compare_kinds, compare_students
 from hddm.networks.folders import empty_network, sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import UsageError, one_line
@@ -37,7 +40,7 @@ _ALIKE = {
     *("prediction_type", "schedule", "time_scale", "variance_head"),
     *("conditions", "classes", "null_class", "text_encoder", "noise_range"),
 }
-"""Keys of a record that must be equal, besides what `compare_experts` compares."""
+"""Keys of a record that must be equal, besides what `_compare_kinds` compares."""
 
 
 def merge_experts(
@@ -60,9 +63,9 @@ def merge_experts(
     shares = _shares(experts, weights)
     parts, found = [open_expert_checkpoint(folder, Reading()) for folder in experts], Findings()
     records = [one.record for one in parts if one.record is not None]
-    entries = [Entry(str(folder), record) for folder, record in zip(experts, records, strict=True)]
-    compare_experts(entries, found)
-    _compare(parts, entries, found)
+    opened = [Expert(None, record, folder=folder) for folder, record in zip(experts, records, strict=True)]
+    _compare_kinds(opened, found)
+    _compare(parts, opened, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
     if weak := [str(folder) for folder in experts if (folder / WEAK_FILE).exists()]:
@@ -79,7 +82,7 @@ def merge_experts(
         "weights": "unstated",
         "shard": records[0].shard if all(one.shard == records[0].shard for one in records) else None,
         "training": {},
-        "shift": common_shift(entries, found),
+        "shift": common_shift(opened, found),
         "licence": joint_licence(one.licence for one in records),
         "source": SourceRecord(
             layout="merge",
@@ -108,11 +111,19 @@ def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[fl
     return [one / math.fsum(given) for one in given]
 
 
-def _compare(parts: Sequence[Checkpoint], entries: Sequence[Entry], found: Findings) -> None:
+def _compare_kinds(experts: Sequence[Expert], found: Findings) -> None:
+    """Record the differences that keep samples of any ensemble from being mixed."""
+    candidates = candidates_of(experts)
+    compare_kinds(candidates, found)
+    compare_students(candidates, True, found)
+    note_unrecorded(experts, found)
+
+
+def _compare(parts: Sequence[Checkpoint], experts: Sequence[Expert], found: Findings) -> None:
     """Record the differences from the first expert, besides those of any ensemble."""
-    first = _qualities(parts[0], entries[0].record)
-    for one, entry in zip(parts, entries, strict=True):
-        name, record = entry.name, entry.record
+    first = _qualities(parts[0], experts[0].record)
+    for one, expert in zip(parts, experts, strict=True):
+        name, record = expert.name, expert.record
         for key, value in _qualities(one, record).items():
             # Another network has other keys in its config.
             if value != first.get(key, value):

@@ -16,8 +16,8 @@ from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
+from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import put_component
-from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
 from hddm.networks.families import Family, known_family
 from hddm.networks.families.family import Pipeline

@@ -1,5 +1,5 @@
 """Experts and ensembles on disk: their records, loading, LoRA, assembly, and the Paris release.
 
-May import the method in the root and the packages below it. Start with `records`, then `loading` and
-`assembly`.
+May import the method in the root and the packages below it. Start with `records` and `expert`, then `loading`
+and `assembly`.
 """

@@ -12,22 +12,14 @@ from pathlib import Path
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.compatibility import (
-    SHARE_TOLERANCE,
-    Entry,
-    Findings,
+    candidates_of,
     common_shift,
-    compare_classes,
-    compare_domains,
     compare_experts,
-    domains_of,
-    index_of,
-    kinds_of,
     note_overlaps,
-    read_entries,
     router_outputs,
-    with_decisions,
-    with_settings,
 )
+from hddm.experts.components import arrange
+from hddm.experts.decisions import SHARE_TOLERANCE, index_of, with_settings
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
@@ -41,23 +33,24 @@ from hddm.experts.ensemble_folders import (
     components_in,
     name_of,
     put_component,
-    read_ensemble_facts,
+    read_ensemble_record,
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
+from hddm.experts.expert import Expert, experts_in, open_expert, read_experts, with_decisions
 from hddm.experts.lora import BASES, bases_in
-from hddm.experts.parts import arrange, parts_of
+from hddm.experts.parts import domains_of, parts_of
 from hddm.experts.records import (
     FILES,
     FORMAT,
     ROUTER_FILE,
     RouterRecord,
     foreign_files,
-    open_expert,
     open_router,
     read_router,
     weights_in,
 )
+from hddm.fit import Findings, are_alike
 from hddm.networks.folders import sha256_once
 from hddm.networks.vae import MODEL_INDEX
 from hddm.settings import AssemblySettings, keywords
@@ -88,7 +81,7 @@ except (ImportError, AttributeError) as error:
 """After a plain import statement diffusers would advise to install "hddm", the name of another project."""
 
 
-_PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
+_OWN = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,18 @@ class Routing:
     evidence: float | None = None
     is_new: bool = True
 
+    @property
+    def is_absent(self) -> bool:
+        """True if nothing routes, so that one expert is drawn per sample."""
+        return self.folder is None and self.evidence is None
+
+    @property
+    def name(self) -> str | None:
+        """What an ensemble's record calls it."""
+        if self.evidence is not None:
+            return MOMENTS
+        return None if self.folder is None else ROUTER
+
 
 @dataclass(frozen=True)
 class Changed:
@@ -109,7 +114,7 @@ class Changed:
 
     folder: Path
     record: EnsembleRecord
-    experts: Sequence[Entry]
+    experts: Sequence[Expert]
     kept: Sequence[int]
 
 
@@ -131,16 +136,16 @@ def assemble(
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
-    that experts keep, or several (`hddm.experts.parts`). ``classes`` may be a dictionary in place of a
-    file (`hddm.experts.compatibility.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
+    that experts keep, or several (`hddm.experts.components`). ``classes`` may be a dictionary in place of a
+    file (`hddm.experts.decisions.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
     folder (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
     """
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
-    entries, strategy = read_entries(experts, members), settings.strategy or DEFAULT_STRATEGY
-    return write_ensemble(entries, out, named_router(router), strategy, overwrite, settings)
+    opened, strategy = read_experts(experts, members), settings.strategy or DEFAULT_STRATEGY
+    return write_ensemble(opened, out, named_router(router), strategy, overwrite, settings)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -178,19 +183,19 @@ def change(
     folder (whose content would become part of it).
     """
     restore(ensemble)
-    record = read_ensemble_facts(ensemble)
+    record = read_ensemble_record(ensemble)
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
-    entries = read_entries([ensemble / member.folder for member in record.experts], record.experts)
-    domains = domains_of(entries)
-    gone = {index_of(str(name), entries, "`remove`") for name in remove}
+    experts = experts_in(ensemble, record)
+    domains = domains_of(experts)
+    gone = {index_of(str(name), experts, "`remove`") for name in remove}
     if not add:
         # What is left of a domain cannot make a sample alone.
         gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
-    kept = [k for k in range(len(entries)) if k not in gone]
-    added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
-    staying = _left(entries, domains, kept)
+    kept = [k for k in range(len(experts)) if k not in gone]
+    added = read_experts(add, [Member(folder="", name=name_of(folder)) for folder in add])
+    staying = _left(experts, domains, kept)
     everyone, chosen = [*staying, *added], settings.strategy or record.strategy
     if router is None:
         routing, notes = _kept_router(ensemble, record, everyone, chosen)
@@ -199,24 +204,24 @@ def change(
         everyone = with_decisions(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     # In place, the folder itself and not a link to it is exchanged.
-    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
+    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, experts, kept)
     overwrite = out is None or overwrite
     return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
 
 
-def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int]) -> list[Entry]:
+def _left(experts: Sequence[Expert], domains: Sequence[int], kept: Sequence[int]) -> list[Expert]:
     """The experts that are left, with what was decided on them.
 
     If an expert leaves a domain, the remaining ones keep the domain's whole share, so that another can take
     its place; their ``domain`` is cleared.
     """
-    shares = [one.member.share for one in entries]
+    shares = [one.member.share for one in experts]
     total = math.fsum(share or 0.0 for share in shares)
     are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
     of, left = Counter(domains), Counter(domains[k] for k in kept)
     updated = []
     for k in kept:
-        one, before, now = entries[k], of[domains[k]], left[domains[k]]
+        one, before, now = experts[k], of[domains[k]], left[domains[k]]
         share = one.member.share
         if share is not None:
             share = (share if are_parts else share / total) * before / now
@@ -226,20 +231,21 @@ def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int])
 
 
 def _kept_router(
-    ensemble: Path, record: EnsembleRecord, entries: Sequence[Entry], strategy: str
+    ensemble: Path, record: EnsembleRecord, experts: Sequence[Expert], strategy: str
 ) -> tuple[Routing, list[str]]:
     """The router of a changed ensemble, and a note where it knows too few shards and is left out."""
     if record.learned is None:
         return Routing(evidence=record.evidence if record.router == MOMENTS else None), []
     known = read_record(ensemble / record.learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
-    unknown = [
-        one.name
-        for one in entries
-        if one.member.output is None and (one.record.shard is None or one.record.shard.hash not in known)
-    ]
+    unknown = []
+    for one in experts:
+        is_known = one.record.shard is not None and one.record.shard.hash in known
+        if one.member.output is None and not is_known:
+            unknown.append(one.name)
     # Experts of several kinds are drawn, and nothing routes.
-    can_route = len(set(kinds_of(entries))) == 1
-    can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
+    can_route = are_alike(candidates_of(experts)) and all(
+        (one.place / CALIBRATION).is_file() for one in experts
+    )
     if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
         note = f"the router does not know the shard of {', '.join(unknown)} and is left out; {instead}"
@@ -248,7 +254,7 @@ def _kept_router(
 
 
 def write_ensemble(
-    entries: Sequence[Entry],
+    experts: Sequence[Expert],
     out: Path,
     routing: Routing,
     strategy: str,
@@ -260,68 +266,45 @@ def write_ensemble(
 
     Where one is changed, its own experts come first; they were checked in full when they came.
     """
-    if not entries:
+    if not experts:
         raise HddmError("no expert is left; an ensemble needs at least one")
-    stay = 0 if before is None else len(before.kept)
-    folders = [one.folder for one in entries]
-    given = {name: folder for name in KEPT if (folder := getattr(settings, name)) is not None}
-    router = routing.folder if routing.is_new else None
+    folders = [one.place for one in experts]
     bases = bases_of(folders, bases_in(settings.base))
-    entries = with_settings(entries, settings.share, settings.classes, settings.domain)
-    Strategy.parse(strategy).check(len(set(domains_of(entries))))
-    is_drawn = routing.folder is None and routing.evidence is None
-    if is_drawn and strategy != "draw":
+    experts = with_settings(experts, settings.share, settings.classes, settings.domain)
+    Strategy.parse(strategy).check(len(set(domains_of(experts))))
+    if routing.is_absent and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs `router`; only 'draw' does without")
-    found, parts = Findings(), dict[str, Path]()
-    for folder in folders:
-        if folders.count(folder) > 1:
-            found.differ(str(folder), "is named twice; name it once")
-    if not found.differences:
-        compare_experts(entries, found, is_drawn)
-        for name in list(found.differences) if not is_drawn else ():
-            found.differ(name, "so it can be drawn, without a router, and not mixed")
-        compare_domains(entries, found)
-        compare_classes(entries, found)
-        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
-        parts, entries = arrange(entries, given, own, stay, found)
-        if routing.folder is not None:
-            entries = _with_outputs(entries, routing.folder, found)
-        if len(set(kinds_of(entries))) > 1:
-            found.note(
-                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
-            )
-    for folder in folders if routing.evidence is not None else ():
-        if not (folder / CALIBRATION).is_file():
-            found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
-    found.refuse()
-    note_overlaps(entries, found)
-    parts_of(entries, found=found)
-    shift = common_shift(entries, found)
+    found = Findings()
+    components, experts = _fitting(experts, routing, settings, before, found)
+    note_overlaps(experts, found)
+    parts_of(experts, found=found)
+    shift = common_shift(experts, found)
     if before is not None:
         if common_shift(before.experts, Findings()) != before.record.shift:
             shift = before.record.shift
         refuse_damaged_ensemble(before.folder, before.record, before.kept)
-    entries = with_decisions(entries, folder=[f"experts/{k}" for k in range(len(entries))])
+    experts = with_decisions(experts, folder=[f"experts/{k}" for k in range(len(experts))])
     record = EnsembleRecord(
-        experts=tuple(one.member for one in entries),
-        router=MOMENTS if routing.evidence is not None else None if is_drawn else ROUTER,
+        experts=tuple(one.member for one in experts),
+        router=routing.name,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
         strategy=strategy,
         shift=shift,
     )
-    _check_files(folders[stay:], router, bases)
+    _check_files(folders[_num_kept(before) :], routing.folder if routing.is_new else None, bases)
     rest = [] if before is None else _rest_of(before)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         for folder, member in zip(folders, record.experts, strict=True):
             _link(_files_of(folder), draft / member.folder)
         if routing.folder is not None:
             _link(_files_of(routing.folder), draft / ROUTER)
-        kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
+        kinds = {name: put_component(draft, name, folder) for name, folder in components.items()}
         write_ensemble_records(draft, record, kinds, bases)
         if settings.diffusers_pipeline:
             # No manifest lists it: hddm never reads it but to compare it.
             (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
-        for path, target in ((one, draft / name) for one, name in rest):
+        for path, name in rest:
+            target = draft / name
             if path.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
             elif not target.exists():
@@ -330,16 +313,57 @@ def write_ensemble(
     return tuple(found.notes)
 
 
-def _with_outputs(entries: Sequence[Entry], folder: Path, found: Findings) -> list[Entry]:
+def _num_kept(before: Changed | None) -> int:
+    """Number of the experts that an ensemble has already."""
+    return 0 if before is None else len(before.kept)
+
+
+def _fitting(
+    experts: Sequence[Expert],
+    routing: Routing,
+    settings: AssemblySettings,
+    before: Changed | None,
+    found: Findings,
+) -> tuple[dict[str, Path], Sequence[Expert]]:
+    """Components by name, and the experts with what was decided for them, if all of these fit together.
+
+    Raises `HddmError` with all differences; notes go into ``found``.
+    """
+    folders, components = [one.place for one in experts], dict[str, Path]()
+    for folder in folders:
+        if folders.count(folder) > 1:
+            found.differ(str(folder), "is named twice; name it once")
+    if not found.differences:
+        compare_experts(experts, not routing.is_absent, found)
+        chosen = {name: getattr(settings, name) for name in KEPT}
+        given = {name: folder for name, folder in chosen.items() if folder is not None}
+        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
+        components, experts = arrange(experts, given, own, _num_kept(before), found)
+        if routing.folder is not None:
+            experts = _with_outputs(experts, routing.folder, found)
+        if not are_alike(candidates_of(experts)):
+            found.note(
+                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
+            )
+    if routing.evidence is not None:
+        for folder in folders:
+            if not (folder / CALIBRATION).is_file():
+                found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
+    found.refuse()
+    return components, experts
+
+
+def _with_outputs(experts: Sequence[Expert], folder: Path, found: Findings) -> list[Expert]:
     """The experts with their outputs of a learned router, where these do not follow from their shards."""
     router, known = open_router(folder)
-    outputs = router_outputs(entries, known, router.network.config.num_experts, found, str(folder))
-    if len(outputs) < len(entries):
-        return list(entries)
-    is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in entries]
-    return with_decisions(
-        entries, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)]
-    )
+    outputs = router_outputs(experts, known, router.network.config.num_experts, found, str(folder))
+    if len(outputs) < len(experts):
+        return list(experts)
+    stated: list[int | None] = list(outputs)
+    for k, one in enumerate(experts):
+        if one.record.shard is not None and known.shard_hashes:
+            stated[k] = None
+    return with_decisions(experts, output=stated)
 
 
 def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> None:
@@ -350,12 +374,14 @@ def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[st
     """
     found = Findings()
     for folder in experts:
-        with found.errors_of(name := str(folder)):
+        name = str(folder)
+        with found.errors_of(name):
             for line in foreign_files(folder, sha256_once):
                 found.differ(name, line)
             if name not in found.differences:
                 open_expert(folder, bases, unheld=FILES)
-                if (weights := weights_in(folder)) is not None:
+                weights = weights_in(folder)
+                if weights is not None:
                     refuse_non_finite(weights, read_safetensors(weights))
     if router is not None:
         with found.errors_of(str(router)):
@@ -393,11 +419,12 @@ def _rest_of(before: Changed) -> list[tuple[Path, Path]]:
 
     A link to a folder is refused, since it may lead around in circles.
     """
-    parts = [*_PARTS, *(member.folder for member in before.record.experts), before.record.learned or ROUTER]
+    own = [*_OWN, before.record.learned or ROUTER]
+    own += [member.folder for member in before.record.experts]
     found = []
     for path in before.folder.rglob("*"):
         name = path.relative_to(before.folder)
-        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
+        if any(name.is_relative_to(one) for one in own) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
             raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")

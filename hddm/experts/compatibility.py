@@ -1,377 +1,97 @@
-"""Experts among others: what a user decides on them, and whether they fit together, by their records.
+"""Whether experts and a router fit together, by their records, before weights are read.
 
-They are compared before weights are read. All differences are collected and reported together, one line per
-part. A value that one part records and another does not leads to a note, not to a difference.
+`hddm.fit` compares experts; this module says what of their records it compares, and what a record alone can
+tell: which output of a router is whose, and what is taken on trust. A value that one expert records and
+another does not leads to a note, not to a difference.
 """
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
 
 from hddm.data.shard_records import overlap
-from hddm.experts.ensemble_folders import Member, label
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_facts
-from hddm.networks.identity import UnreadVae, VaeRecord
-from hddm.prompt_router import Topic
-from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
-from hddm.utils.files import read_yaml
-from hddm.utils.records import WHOLE, composed
-from hddm.velocity import misfit_of
-
-SHARE_TOLERANCE = 1e-6
-_NEW = Member(folder="")
-Value = TypeVar("Value")
-
-ClassNames = Sequence[str] | Mapping[int | str, str]
-"""Names of all of an expert's classes, or new ones of some, by number or by the name that they have."""
+from hddm.experts.expert import Expert
+from hddm.experts.parts import domains_of, vaes_of
+from hddm.experts.records import RouterRecord
+from hddm.fit import Candidate, Findings, compare
+from hddm.networks.identity import VaeRecord
 
 
-@dataclass
-class Findings:
-    """Differences by part, and notes."""
-
-    differences: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def differ(self, name: str, text: str) -> None:
-        """Add a difference of a part, once."""
-        texts = self.differences.setdefault(name, [])
-        if text not in texts:
-            texts.append(text)
-
-    def note(self, text: str) -> None:
-        """Add a note for the user."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-    @contextmanager
-    def errors_of(self, name: str) -> Iterator[None]:
-        """Record an `HddmError` raised in this block as a difference of a part."""
-        try:
-            yield
-        except HddmError as error:
-            self.differ(name, "; ".join([error.message, *error.details]))
-
-    def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
-        """Raise an `HddmError` with all differences, one line per part."""
-        if self.differences:
-            lines = [f"{name}: {'; '.join(texts)}" for name, texts in self.differences.items()]
-            raise HddmError(message, lines)
+def compare_experts(experts: Sequence[Expert], are_mixed: bool, found: Findings) -> None:
+    """Record all that keeps ``experts`` from being one ensemble that mixes them, or draws one per sample."""
+    note_unrecorded(experts, found)
+    compare(candidates_of(experts), are_mixed, found)
+    _compare_shares(experts, found)
+    _compare_class_names(experts, found)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An expert among others: its name in messages, mostly a folder, its record, and what was decided on it.
-
-    ``topic`` is what its prompts are about, where that was read.
-    """
-
-    name: str
-    record: ExpertRecord
-    member: Member = _NEW
-    topic: Topic | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Its folder."""
-        return Path(self.name)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of its classes, in its own numbering."""
-        return self.member.classes or self.record.classes
-
-
-def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Entry]:
-    """Read the records of expert folders; ``members`` are what was decided on them."""
-    return [Entry(str(one), read_facts(one), member) for one, member in zip(folders, members, strict=True)]
-
-
-def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Entry]:
-    """The entries of experts whose folders were opened, or that are in memory."""
-    pairs = zip(experts, members, strict=True)
-    return [Entry(one.name, one.facts, member, one.topic) for one, member in pairs]
-
-
-def with_decisions(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:
-    """``entries`` with fields of their `Member` replaced, one value per expert."""
-    return [
-        replace(one, member=one.member.model_copy(update=dict(zip(decisions, values, strict=True))))
-        for one, *values in zip(entries, *decisions.values(), strict=True)
-    ]
-
-
-def takes_text(record: ExpertRecord) -> bool:
-    """True for an expert of prompts."""
-    return "encoder_hidden_states" in record.conditions
-
-
-def takes_classes(record: ExpertRecord) -> bool:
-    """True for an expert of classes."""
-    return "class_labels" in record.conditions
-
-
-def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
-    """Record of each expert's ``vae`` or ``text_encoder``; None for an expert of pixels, or without text.
-
-    An expert that does not record its own has the first that is known, or else one called ``unknown``. One
-    whose VAE could not be read has another expert's that could be it, or else that one.
-    """
-    is_text = name == "text_encoder"
-    needs = [takes_text(one.record) if is_text else one.record.space == "latents" for one in entries]
-    known = [getattr(one.record, name) or getattr(one.member, name) for one in entries]
-    if not is_text:
-        read = [own for own in known if isinstance(own, VaeRecord)]
-        known = [own or _vae_among(one.record, read) for own, one in zip(known, entries, strict=True)]
-    first = next((own for own, need in zip(known, needs, strict=True) if need and own), "unknown")
-    return [own or first if need else None for own, need in zip(known, needs, strict=True)]
-
-
-def _vae_among(record: ExpertRecord, read: Sequence[VaeRecord]) -> VaeRecord | UnreadVae | None:
-    """The first of the VAEs ``read`` that could be one that was not, else that one."""
-    unread = record.unread_vae
-    if unread is None:
-        return None
-    return next((vae for vae in read if unread.misfit(vae) is None), unread)
-
-
-def kinds_of(entries: Sequence[Entry]) -> list[Hashable]:
-    """Shape, space and VAE of each expert's samples; samples of one kind can be mixed."""
-    vaes = identities(entries, "vae")
-    return [(one.record.sample_shape, one.record.space, vae) for one, vae in zip(entries, vaes, strict=True)]
-
-
-def domains_of(entries: Sequence[Entry]) -> tuple[int, ...]:
-    """For each expert the index of the first expert of its domain.
-
-    A domain was set by hand, or has the experts of one shard, each for a part of t.
-    """
-    keys: list[Hashable] = []
-    for k, one in enumerate(entries):
-        shard = None if one.record.noise_range == WHOLE else one.record.shard
-        keys.append(("set", one.member.domain) if one.member.domain else k if shard is None else shard.hash)
-    return tuple(map(keys.index, keys))
-
-
-def with_settings(
-    entries: Sequence[Entry],
-    share: Mapping[str, float] | None,
-    classes: Path | Mapping[str, ClassNames] | None,
-    domain: Sequence[Sequence[str]],
-) -> list[Entry]:
-    """``entries`` with the shares, classes and domains of these experts, named as in `index_of`.
-
-    ``classes`` may be in a file (`read_classes`).
-    Shares of a domain's experts are added, and divided equally among them. A class that is not mentioned
-    keeps its name. Raises `HddmError` for a key of no expert, or of several, for names that do not fit the
-    classes that an expert takes, and for shares that do not sum to 1.
-    """
-    classes = read_classes(classes) if isinstance(classes, Path) else classes
-    names = _by_index(classes, entries, "`classes`")
-    entries = with_decisions(
-        entries,
-        classes=[
-            _names_of(names[k], one) if k in names else one.member.classes for k, one in enumerate(entries)
-        ],
-    )
-    groups = [[index_of(name, entries, "`domain`") for name in group] for group in domain]
-    taken = [one.member.domain for one in entries]
-    broken = {taken[k] for group in groups for k in group}
-    taken = [None if one in broken else one for one in taken]
-    for group in groups:
-        text = " + ".join(str(entries[k].member.name) for k in group)
-        while text in taken:
-            text += " '"
-        for k in group:
-            taken[k] = text
-    entries = with_decisions(entries, domain=taken)
-    domains, shares = domains_of(entries), _by_index(share, entries, "`share`")
-    before = [one.member.share for one in entries]
-    known = [one for one in before if one is not None]
-    now = _spread([shares.get(k) for k in range(len(entries))], domains)
-    if not shares and len(known) == len(entries) and math.fsum(known) > 0:
-        now = [one / math.fsum(known) for one in known]
-    now = _spread([old if new is None else new for new, old in zip(now, before, strict=True)], domains)
-    _check_shares(entries, now)
-    return with_decisions(entries, share=now)
-
-
-def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[float | None]:
-    """Shares of domains (the sum over a domain's experts), divided equally among the experts."""
-    found: list[float | None] = []
-    for domain in domains:
-        own = [share for share, other in zip(shares, domains, strict=True) if other == domain]
-        known = [share for share in own if share is not None]
-        found.append(math.fsum(known) / len(own) if known else None)
-    return found
-
-
-def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> None:
-    free = [one.name for one, share in zip(entries, shares, strict=True) if share is None]
-    total = math.fsum(share for share in shares if share is not None)
-    if free and total > 1 - SHARE_TOLERANCE:
-        raise UsageError(f"`share`: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
-    if not free and abs(total - 1) > SHARE_TOLERANCE:
-        raise UsageError(f"`share`: the shares of all experts sum to {total:g}; they must sum to 1")
-
-
-def _by_index(given: Mapping[str, Value] | None, entries: Sequence[Entry], option: str) -> dict[int, Value]:
-    """Values by names of experts (`index_of`), by their indices; `HddmError` for an expert named twice."""
-    found: dict[int, Value] = {}
-    for name, value in (given or {}).items():
-        if (k := index_of(name, entries, option)) in found:
-            raise HddmError(f"{option} {one_line(name, 60)}: {entries[k].name} is named twice; name it once")
-        found[k] = value
-    return found
-
-
-def index_of(name: str, entries: Sequence[Entry], option: str) -> int:
-    """Index of an expert by its folder, the end of its path, its name in the ensemble, or its number.
-
-    Digits alone are no name. Raises `HddmError` for no expert, and for several.
-    """
-    full, steps = Path(name).resolve(), Path(name).parts
-    found = [k for k, one in enumerate(entries) if one.folder.resolve() == full]
-    found = found or [
-        k
-        for k, one in enumerate(entries)
-        if one.folder.parts[-len(steps) :] == steps or (name == one.member.name and not name.isdecimal())
-    ]
-    found = found or [k for k in range(len(entries)) if str(k) == name]
-    if len(found) != 1:
-        which = "no expert" if not found else f"{len(found)} experts"
-        known = ", ".join(label(one.name, one.member.name or one.name) for one in entries)
-        raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose one of {known}")
-    return found[0]
-
-
-def read_classes(path: Path) -> dict[str, ClassNames]:
-    """Read names of classes by expert from a YAML or JSON file; `HddmError` for anything but names.
-
-    experts/dit: {207: golden retriever, 281: tabby}
-    experts/mine: [tabby, siamese]
-    experts/theirs: {car: automobile}
-    """
-    classes: dict[str, ClassNames] = {}
-    for expert, names in read_yaml(path).items():
-        origin = f"{path}: {one_line(expert, 60)}"
-        listed = dict(enumerate(names)) if isinstance(names, list) else names
-        values = listed.values() if isinstance(listed, dict) else [None]
-        if any(isinstance(name, bool | list | dict | None) for name in values):
-            raise HddmError(f"{origin} must have a list of names, or classes with names")
-        named: dict[int | str, str] = {
-            int(key) if str(key).isdecimal() else composed(str(key)): composed(str(name))
-            for key, name in listed.items()
+def candidates_of(experts: Sequence[Expert]) -> list[Candidate]:
+    """What decides whether experts fit together, of their records and of what was decided on them."""
+    domains, vaes = domains_of(experts), vaes_of(experts)
+    candidates = []
+    for one, domain, vae in zip(experts, domains, vaes, strict=True):
+        record = one.record
+        own = record.vae if record.unread_vae is None else vae
+        kind: dict[str, Hashable] = {
+            "sample_shape": record.sample_shape,
+            "space": record.space,
+            "latent_scale": record.latent_scale,
+            "VAE": None if own is None else str(own),
         }
-        classes[expert] = list(named.values()) if isinstance(names, list) else named
-    return classes
+        if isinstance(own, VaeRecord):
+            kind |= {"VAE": own.fingerprint, "VAE's scale": own.scale, "VAE's shift": own.shift}
+        else:
+            kind |= {"VAE's scale": None, "VAE's shift": None}
+        data = {"shards": record.shard and record.shard.hash, "classes": one.classes}
+        is_student = record.sampling_steps is not None
+        candidates.append(Candidate(one.name, kind, domain, record.noise_range, data, is_student))
+    return candidates
 
 
-def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
-    """Names of all of an expert's classes, where ``given`` has them all, or new ones of some."""
-    known, origin = expert.classes, f"`classes` {expert.name}"
-    size = len(known) or expert.record.null_class
-    if isinstance(given, Mapping):
-        names = dict(enumerate(known or map(str, range(size or 0))))
-        numbers = {name: number for number, name in enumerate(known)} | {number: number for number in names}
-        if unknown := [one for one in given if one not in numbers]:
-            what = f"{origin}: has {len(names)} classes, and no {one_line(unknown[0], 60)}"
-            raise HddmError(what + did_you_mean(str(unknown[0]), known))
-        given = [*(names | {numbers[one]: new for one, new in given.items()}).values()]
-    number = size if takes_classes(expert.record) and size is not None else len(given)
-    if given and not len(set(given)) == len(given) == number:
-        raise HddmError(f"{origin}: gives {len(set(given))} different names, and it takes {number} classes")
-    return tuple(given)
-
-
-def _qualities(record: ExpertRecord, vae: Hashable) -> dict[str, Any]:
-    """Properties that experts must share; None where one does not record it, or it does not apply.
-
-    ``vae`` is its identity among the others' (`identities`).
-    """
-    found: dict[str, Any] = {
-        "sample_shape": record.sample_shape,
-        "space": record.space,
-        "latent_scale": record.latent_scale,
-    }
-    own = record.vae if record.unread_vae is None else vae
-    if isinstance(own, VaeRecord):
-        return found | {"VAE": own.fingerprint, "VAE's scale": own.scale, "VAE's shift": own.shift}
-    return found | {"VAE": None if own is None else str(own), "VAE's scale": None, "VAE's shift": None}
-
-
-def compare_experts(entries: Sequence[Entry], found: Findings, is_drawn: bool = False) -> None:
-    """Record each expert's differences from the most common values, of equally common ones the first.
-
-    Experts that are drawn, one per sample, may make samples of several kinds.
-    """
-    vaes = identities(entries, "vae")
-    qualities = [_qualities(one.record, vae) for one, vae in zip(entries, vaes, strict=True)]
-    for key in qualities[0]:
-        values = [one[key] for one in qualities]
-        known = Counter(value for value in values if value is not None)
-        usual = known.most_common(1)[0][0] if known else None
-        silent = []
-        for one, value in zip(entries, values, strict=True):
-            if not is_drawn and value not in (None, usual):
-                found.differ(one.name, f"{key} {value}, not {usual}")
-            if value is None and (key == "latent_scale" or (key == "VAE" and one.record.space == "latents")):
-                silent.append(one.name)
-        for name in silent if known else ():
-            found.note(f"{name} does not record its {key}; taken on trust")
-        if not known and len(silent) > 1 and key == "VAE":
+def note_unrecorded(experts: Sequence[Expert], found: Findings) -> None:
+    """Note which experts do not record their latent scale or VAE, which the others do."""
+    candidates = candidates_of(experts)
+    for key in ("latent_scale", "VAE"):
+        silent, is_known = [], False
+        for expert, candidate in zip(experts, candidates, strict=True):
+            if candidate.kind[key] is not None:
+                is_known = True
+            elif key == "latent_scale" or expert.record.space == "latents":
+                silent.append(expert.name)
+        if is_known:
+            for name in silent:
+                found.note(f"{name} does not record its {key}; taken on trust")
+        elif key == "VAE" and len(silent) > 1:
             found.note("no expert records its VAE; that all share one is taken on trust")
-    students = [one.name for one in entries if one.record.sampling_steps is not None]
-    if 0 < len(students) < len(entries) or not is_drawn:
-        for name in students:
-            found.differ(name, "is a student of few steps; it can be drawn, and only among students")
 
 
-def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
-    """Refuse domains whose noise ranges do not cover [0, 1] once, or whose experts are of unlike data.
-
-    Several domains of one shard need shares that say how they divide it.
-    """
-    domains, kinds, first = domains_of(entries), kinds_of(entries), dict[str, Entry]()
+def _compare_shares(experts: Sequence[Expert], found: Findings) -> None:
+    """Refuse domains of one shard without shares that say how they divide it."""
+    domains, first = domains_of(experts), dict[str, Expert]()
     for domain in dict.fromkeys(domains):
-        numbers = [k for k, own in enumerate(domains) if own == domain]
-        of = [entries[k] for k in numbers]
-        name, ranges = " and ".join(one.name for one in of), [one.record.noise_range for one in of]
-        if misfit := misfit_of(ranges):
-            parts = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
-            remedy = "experts of one domain cover [0, 1] once, and `domain` says which are one"
-            found.differ(name, f"for t in {parts}, so that {misfit}; {remedy}")
-        for what, values in (
-            ("shards", {one.record.shard.hash for one in of if one.record.shard}),
-            ("classes", {one.classes for one in of}),
-            ("samples or latents", {kinds[k] for k in numbers}),
-        ):
-            if len(values) > 1:
-                found.differ(name, f"are of one domain, and of different {what}; leave one out")
-        mine, shard = of[0], of[0].record.shard
-        if shard is not None and (other := first.setdefault(shard.hash, mine)) is not mine:
-            without = [one.name for one in (mine, other) if one.member.share is None]
-            missing = f"; none is given for {without[0]}" if len(without) == 1 else ""
-            if without:
-                problem = f"was trained on the same shard ({shard.hash[:12]}) as {other.name}"
-                found.differ(mine.name, f"{problem}; leave one out, or divide it by `share`{missing}")
+        mine, shard = experts[domain], experts[domain].record.shard
+        if shard is None:
+            continue
+        other = first.setdefault(shard.hash, mine)
+        if other is mine:
+            continue
+        without = [one.name for one in (mine, other) if one.member.share is None]
+        missing = f"; none is given for {without[0]}" if len(without) == 1 else ""
+        if without:
+            problem = f"was trained on the same shard ({shard.hash[:12]}) as {other.name}"
+            found.differ(mine.name, f"{problem}; leave one out, or divide it by `share`{missing}")
 
 
-def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
+def _compare_class_names(experts: Sequence[Expert], found: Findings) -> None:
     """Refuse experts that number their classes without names beside others that name theirs."""
-    named = next((one.name for one in entries if one.classes), None)
-    for one in entries:
-        if named is not None and takes_classes(one.record) and not one.classes:
+    named = next((one.name for one in experts if one.classes), None)
+    for one in experts:
+        if named is not None and one.record.takes_classes and not one.classes:
             found.differ(one.name, f"numbers its classes, and {named} names them; name them by `classes`")
 
 
 def router_outputs(
-    entries: Sequence[Entry], router: RouterRecord, total: int, found: Findings, name: str = "router"
+    experts: Sequence[Expert], router: RouterRecord, total: int, found: Findings, name: str = "router"
 ) -> list[int]:
     """The router's output for each expert: the one set by hand, else its shard's; fewer where some differ.
 
@@ -379,18 +99,20 @@ def router_outputs(
     shard and no output is set, all domains are taken to be in the router's order, and the numbers must agree.
     ``total`` is the number of the router's outputs.
     """
-    domains, hashes = domains_of(entries), router.shard_hashes
-    firsts = {domain: entries[domain] for domain in dict.fromkeys(domains)}
+    domains, hashes = domains_of(experts), router.shard_hashes
+    firsts = {domain: experts[domain] for domain in dict.fromkeys(domains)}
     shape = Counter(one.record.sample_shape for one in firsts.values()).most_common(1)[0][0]
     if router.sample_shape != shape:
         found.differ(name, f"sample_shape {router.sample_shape}, not {shape}")
     chosen = [one.member.output for one in firsts.values()]
-    if beyond := sorted(output for output in chosen if output is not None and output >= total):
+    beyond = sorted(output for output in chosen if output is not None and output >= total)
+    if beyond:
         found.differ(name, f"has outputs 0 to {total - 1}, and the ensemble takes {beyond}")
         return []
-    unmatched = [
-        one.name for one in firsts.values() if one.member.output is None and not (one.record.shard and hashes)
-    ]
+    unmatched = []
+    for one in firsts.values():
+        if one.member.output is None and (one.record.shard is None or not hashes):
+            unmatched.append(one.name)
     if unmatched and (len(firsts) != total or set(chosen) != {None}):
         reason = "without a shard record" if hashes else "of a router that records no shards"
         problem = f"distinguishes {total} shards, and there are {len(firsts)} experts"
@@ -398,49 +120,60 @@ def router_outputs(
         return []
     if unmatched and not hashes:
         found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
-    outputs, takers = dict[int, int](), dict[int, Entry]()
+    outputs, takers = dict[int, int](), dict[int, Expert]()
     for place, (domain, one) in enumerate(firsts.items()):
-        shard, output = one.record.shard, place if unmatched else one.member.output
-        if shard is not None and hashes:
-            if shard.hash not in hashes:
-                problem = f"was trained on a shard that {name} does not know ({shard.hash[:12]})"
-                found.differ(one.name, f"{problem}; train a router on all shards and pass it with `router`")
+        output = place if unmatched else one.member.output
+        if one.record.shard is not None and hashes:
+            output = _output_of(one, one.record.shard.hash, output, hashes, found, name)
+            if output is None:
                 continue
-            own = hashes.index(shard.hash)
-            if output not in (None, own):
-                found.differ(one.name, f"was trained on the shard of output {own} of {name}, not {output}")
-            output = own
         elif one.name in unmatched and hashes:
             found.note(f"{one.name} records no shard; by its place it gets output {place} of the router")
         assert output is not None
         outputs[domain] = output
         other = takers.setdefault(output, one)
         # Two of one shard are refused as such.
-        if other is not one and None in (other.record.shard, shard):
+        if other is not one and None in (other.record.shard, one.record.shard):
             found.differ(one.name, f"takes output {output} of the router, and so does {other.name}")
-    if (left := sorted(set(range(total)) - takers.keys())) and not found.differences:
+    left = sorted(set(range(total)) - takers.keys())
+    if left and not found.differences:
         found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
     return [outputs[domain] for domain in domains if domain in outputs]
 
 
-def note_overlaps(entries: Sequence[Entry], found: Findings) -> None:
+def _output_of(
+    expert: Expert, shard: str, stated: int | None, hashes: Sequence[str], found: Findings, name: str
+) -> int | None:
+    """The output of the router ``name`` for an expert of a ``shard``; None if it does not know that one."""
+    if shard not in hashes:
+        problem = f"was trained on a shard that {name} does not know ({shard[:12]})"
+        found.differ(expert.name, f"{problem}; train a router on all shards and pass it with `router`")
+        return None
+    own = hashes.index(shard)
+    if stated not in (None, own):
+        found.differ(expert.name, f"was trained on the shard of output {own} of {name}, not {stated}")
+    return own
+
+
+def note_overlaps(experts: Sequence[Expert], found: Findings) -> None:
     """Note which experts of unlike partitions have images in common, and for which that is not known."""
-    shards = [(one.name, shard) for one in entries if (shard := one.record.shard) is not None]
+    shards = [(one.name, one.record.shard) for one in experts if one.record.shard is not None]
     if len({shard.partition or shard.hash for _, shard in shards}) < 2:
         return
     for (name, mine), (other, theirs) in itertools.combinations(shards, 2):
-        part = overlap(mine.sketch, theirs.sketch, mine.images, theirs.images)
-        if part > 0 and (mine.partition or mine.hash) != (theirs.partition or theirs.hash):
-            found.note(f"about {part:.0%} of the images of {name} are those of {other}, too")
-    if silent := [name for name, shard in shards if not shard.sketch]:
+        share = overlap(mine.sketch, theirs.sketch, mine.images, theirs.images)
+        if share > 0 and (mine.partition or mine.hash) != (theirs.partition or theirs.hash):
+            found.note(f"about {share:.0%} of the images of {name} are those of {other}, too")
+    silent = [name for name, shard in shards if not shard.sketch]
+    if silent:
         found.note(f"{', '.join(silent)}: record no hashes of images, so their overlap is unknown")
 
 
-def common_shift(entries: Sequence[Entry], found: Findings) -> float:
+def common_shift(experts: Sequence[Expert], found: Findings) -> float:
     """Time grid shift that all experts want, 1 where they differ."""
-    shifts = [one.record.shift for one in entries]
+    shifts = [one.record.shift for one in experts]
     if len(set(shifts)) == 1:
         return shifts[0]
-    listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in entries)
+    listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in experts)
     found.note(f"experts want different shifts of the time grid, so it has 1: {listed}")
     return 1.0

@@ -1,6 +1,6 @@
 """Ensemble folders: the files that hold experts and a router together, written and read.
 
-model_index.json         parts and their classes, for diffusers
+model_index.json         components and their classes, for diffusers
 ensemble.json            format, what was decided on each expert (`Member`), router, strategy, shift
 experts/<i>/             an expert folder each
 bases/<hash>/            weights that adapters among them change, where no expert has them for its own
@@ -10,8 +10,8 @@ vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones a
                          text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
 manifest.json            the hashes of all these (`hddm.utils.records`)
 
-``model_index.json`` is foreign text: a part may be of the classes listed in `CLASSES` and of no other, so
-nothing that a folder says decides which code runs.
+``model_index.json`` is foreign text: a component may be of the classes listed in `CLASSES` and of no other,
+so nothing that a folder says decides which code runs.
 """
 
 import os
@@ -25,7 +25,7 @@ import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
@@ -62,7 +62,7 @@ ClassName = tuple[str, str]
 """Library and class, as in ("diffusers", "AutoencoderKL")."""
 
 KEPT = ("vae", "text_encoder", "tokenizer")
-"""Parts that a converted expert may have besides networks, one folder each."""
+"""Components that a converted expert may have besides its network, one folder each."""
 MOST_ENCODERS = 3
 """VAEs, and text encoders, of an ensemble at most."""
 
@@ -78,11 +78,12 @@ def unnumbered(name: str) -> str:
 
 
 COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
-"""Parts that an ensemble may have besides networks and scheduler."""
+"""Components that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
     "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
     "text_encoder": (
-        *(("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+        ("transformers", "CLIPTextModel"),
+        ("transformers", "T5EncoderModel"),
         ("hddm", "PromptEncoders"),
     ),
     "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
@@ -93,13 +94,18 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "scheduler": (("diffusers", SCHEDULER_CLASS),),
     **{name: _KINDS[unnumbered(name)] for name in COMPONENTS},
 }
-"""Every part that an ensemble may have, and what it may be."""
+"""Every component that an ensemble may have, and what it may be."""
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid.
 _OTHER_GRIDS = (
-    *("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
-    *("shift_terminal", "invert_sigmas", "stochastic_sampling"),
+    "use_dynamic_shifting",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "shift_terminal",
+    "invert_sigmas",
+    "stochastic_sampling",
 )
 
 ENSEMBLE_FORMAT = "2.0"
@@ -119,7 +125,7 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     """
     found = {}
     for folder in experts:
-        adapter = read_facts(folder).adapter
+        adapter = read_expert_record(folder).adapter
         if adapter is not None and adapter.base_sha256 not in found:
             base = given.get(adapter.base_sha256) or base_of(folder, adapter)
             check_base(folder, adapter, base / WEIGHTS)
@@ -187,22 +193,26 @@ class EnsembleRecord(Record):
         return [member.name or member.folder for member in self.experts]
 
 
-def read_ensemble_facts(folder: Path) -> EnsembleRecord:
+def read_ensemble_record(folder: Path) -> EnsembleRecord:
     """Read ``ensemble.json``; `HddmError` for a path or link that leaves the folder, before it is opened."""
     path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
-    facts, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
-    names = [member.folder for member in facts.experts]
-    names += [] if facts.learned is None else [facts.learned]
-    names += [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
-    components = [name for name in ("scheduler", *COMPONENTS) if kinds[name] is not None]
-    for name, origin in [*((one, path) for one in names), *((one, index) for one in components)]:
+    record, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
+    origins = {member.folder: path for member in record.experts}
+    if record.learned is not None:
+        origins[record.learned] = path
+    for base in (folder / BASES).glob("*"):
+        origins[f"{BASES}/{base.name}"] = path
+    for name in ("scheduler", *COMPONENTS):
+        if kinds[name] is not None:
+            origins[name] = index
+    for name, origin in origins.items():
         try:
             inside(folder, name)
             for file in (folder / name).glob("*"):
                 inside(folder, file.relative_to(folder).as_posix())
         except HddmError as error:
             raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
-    return facts
+    return record
 
 
 def components_in(folder: Path) -> tuple[str, ...]:
@@ -212,7 +222,7 @@ def components_in(folder: Path) -> tuple[str, ...]:
 
 
 def read_model_index(folder: Path) -> dict[str, ClassName | None]:
-    """Library and class of every part in `CLASSES`, None for absent parts.
+    """Library and class of every component in `CLASSES`, None for absent ones.
 
     Raises a one-line `HddmError` with file, key and value for a key or a class that is not listed (such as
     ``auto_map``, ``custom_pipeline`` and module paths), and where experts or scheduler are missing.
@@ -226,26 +236,33 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
         if key not in CLASSES and key not in _RECORDS:
             near = did_you_mean(key, CLASSES)
             raise HddmError(f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused")
-    return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
+    return {name: _class_of(path, name, content.get(name)) for name in CLASSES}
 
 
 def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
     """Write ``model_index.json``; experts and scheduler are always named."""
-    always = {part: CLASSES[part][0] for part in _NEEDED}
-    parts = ("experts", "router", "scheduler", *KEPT, *classes)
-    named = {part: (always | dict(classes)).get(part) for part in CLASSES if part in parts}
-    content = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__}
-    write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
+    content: dict[str, object] = {
+        "_class_name": PIPELINE_CLASS,
+        "_diffusers_version": diffusers.__version__,
+    }
+    for name in CLASSES:
+        if name in _NEEDED:
+            content[name] = CLASSES[name][0]
+        elif name in classes:
+            content[name] = classes[name]
+        elif name in (ROUTER, *KEPT):
+            content[name] = (None, None)
+    write_json(folder / MODEL_INDEX, content)
 
 
-def _class_of(path: Path, part: str, value: object) -> ClassName | None:
-    if value in (None, [None, None]) and part not in _NEEDED:
+def _class_of(path: Path, component: str, value: object) -> ClassName | None:
+    if value in (None, [None, None]) and component not in _NEEDED:
         return None
-    for name in CLASSES[part]:
-        if value == list(name):
-            return name
-    options = " or ".join(str(list(name)) for name in CLASSES[part])
-    raise HddmError(f"{path}: {part} is {one_line(repr(value))}, and may be {options}; refused")
+    for known in CLASSES[component]:
+        if value == list(known):
+            return known
+    options = " or ".join(str(list(known)) for known in CLASSES[component])
+    raise HddmError(f"{path}: {component} is {one_line(repr(value))}, and may be {options}; refused")
 
 
 def write_scheduler(folder: Path, shift: float) -> None:
@@ -259,7 +276,8 @@ def write_scheduler(folder: Path, shift: float) -> None:
 def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
     kind = type(scheduler).__name__
-    if bent := [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]:
+    bent = [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]
+    if bent:
         kind += f" with {', '.join(bent)}"
     if bent or kind != SCHEDULER_CLASS:
         problem = f"the scheduler is {an(kind)}, and hddm's time grid has the shift alone"
@@ -277,10 +295,11 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     if has_manifest(folder):
         _refuse_damaged_component(name, folder)
     target, kind = draft / name, unnumbered(name)
-    if kind == "text_encoder" and (pipeline := several_in(folder)) is not None:
+    pipeline = several_in(folder) if kind == "text_encoder" else None
+    if pipeline is not None:
         refuse_other_parts(folder, pipeline)
-        for part in encoder_classes(pipeline):
-            put_component(target, part, folder / part, variant)
+        for encoder in encoder_classes(pipeline):
+            put_component(target, encoder, folder / encoder, variant)
         write_json(target / MODEL_INDEX, index_content(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
     target.mkdir(parents=True)
@@ -302,7 +321,8 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         return "transformers", tokenizer_class(read_config(folder, "tokenizer_config.json"))
     if kind == "text_encoder":
         # An expert has no index of the pipeline.
-        if (config := text_encoder_config(folder)) != read_config(folder):
+        config = text_encoder_config(folder)
+        if config != read_config(folder):
             (target / "config.json").unlink()
             write_json(target / "config.json", config)
         return "transformers", str(text_encoder_class(config))
@@ -329,24 +349,30 @@ def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
     if whole is None:
         return None
     try:
-        facts = read_ensemble_facts(whole)
+        record = read_ensemble_record(whole)
     except OlderFormat:
         # Its experts can be assembled anew.
         return None
-    places = [(whole / member.folder).resolve() for member in facts.experts]
-    return (whole, facts, places.index(expert.resolve())) if expert.resolve() in places else None
+    for k, member in enumerate(record.experts):
+        if (whole / member.folder).resolve() == expert.resolve():
+            return whole, record, k
+    return None
 
 
 def name_of(expert: Path) -> str:
     """Name of an expert's folder; of one in an ensemble its name there, where it has one."""
-    if (held := held_by(expert)) is not None and (name := held[1].experts[held[2]].name) is not None:
-        return name
+    held = held_by(expert)
+    if held is not None:
+        _, record, k = held
+        name = record.experts[k].name
+        if name is not None:
+            return name
     # A name that is no Unicode could not be read again.
     return os.fsencode(Path(os.path.abspath(expert)).name).decode(errors="replace")
 
 
 def label(folder: str, name: str) -> str:
-    """An expert's folder, with its name behind it where that is another one."""
+    """The expert's folder, followed by its name if the two differ."""
     shown = one_line(name if name.isprintable() else ascii(name), 60)
     return folder if Path(name).name == Path(folder).name else f"{folder} ({shown})"
 
@@ -366,24 +392,25 @@ def _refuse_damaged_component(name: str, folder: Path) -> None:
     refuse_damaged(folder, damage(folder, record))
 
 
-def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:
+def refuse_damaged_ensemble(folder: Path, record: EnsembleRecord, experts: Collection[int]) -> None:
     """Refuse an ensemble whose files have changed since they were written (`refuse_damaged`).
 
     Only ``experts``, by index, are checked; the folders of the others are not opened.
     """
-    left_out = tuple(f"{one.folder}/" for k, one in enumerate(facts.experts) if k not in experts)
+    left_out = tuple(f"{one.folder}/" for k, one in enumerate(record.experts) if k not in experts)
     refuse_damaged(folder, damage(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out)))
 
 
 def write_ensemble_records(
-    draft: Path, facts: EnsembleRecord, components: Mapping[str, ClassName], bases: Mapping[str, Path]
+    draft: Path, record: EnsembleRecord, components: Mapping[str, ClassName], bases: Mapping[str, Path]
 ) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
-    ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
+    ``draft`` already has all else; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
     the folders of weights that adapters change, by SHA-256, of which weights, config and licence are linked.
     """
-    own = [path for one in facts.experts if (path := draft / one.folder / WEIGHTS).is_file()]
+    own = [draft / one.folder / WEIGHTS for one in record.experts]
+    own = [path for path in own if path.is_file()]
     for sha256, base in bases.items():
         size = (base / WEIGHTS).stat().st_size
         # One with the weights of an expert is there already. Only what is as long can be the same.
@@ -394,12 +421,12 @@ def write_ensemble_records(
         for path in base.iterdir():
             if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
                 link_or_copy(inside(base, path.name), place / path.name)
-    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in facts.experts]
+    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in record.experts]
     today = {"format": ENSEMBLE_FORMAT, "experts": experts}
-    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | today)
-    router = {} if facts.learned is None else {"router": CLASSES["router"][0]}
+    write_json(draft / ENSEMBLE_FILE, record.model_dump(mode="json") | today)
+    router = {} if record.learned is None else {"router": CLASSES["router"][0]}
     write_model_index(draft, {**components, **router})
-    write_scheduler(draft, facts.shift)
+    write_scheduler(draft, record.shift)
     write_manifest(draft, sha256_once)
 
 

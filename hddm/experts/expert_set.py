@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.records import WEAK_FILE, Expert, ExpertRecord, as_field, save_expert, stored
+from hddm.experts.expert import Expert, as_field, decided, save_expert, stored
+from hddm.experts.records import WEAK_FILE, ExpertRecord
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.wrappers import compile_blocks
 from hddm.settings import Computing
@@ -43,17 +43,20 @@ class ExpertSet(nn.Module):
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
         shelf = shelf or Shelf()
-        self.experts = tuple(one.apart() for one in experts)
-        """The experts, with their records."""
-        self._fields = tuple(_on_demand(one, dtype, device, shelf) for one in self.experts)
+        self._experts = tuple(one.apart() for one in experts)
+        self._fields = tuple(_on_demand(one, dtype, device, shelf) for one in self._experts)
         shelf.together = self._together
         self.networks = nn.ModuleList(self._networks)
 
     @property
     def _networks(self) -> list[StoredNetwork]:
         """Networks of the experts and of their weak models."""
-        fields = [one for field in self._fields for one in (field, field.weak) if one is not None]
-        return [cast(StoredNetwork, one.network) for one in fields]
+        networks = []
+        for field in self._fields:
+            networks.append(cast(StoredNetwork, field.network))
+            if field.weak is not None:
+                networks.append(cast(StoredNetwork, field.weak.network))
+        return networks
 
     @property
     def _together(self) -> int:
@@ -66,14 +69,14 @@ class ExpertSet(nn.Module):
         return [cast(StoredNetwork, field.network) for field in self._fields]
 
     @property
-    def facts(self) -> tuple[ExpertRecord, ...]:
+    def records(self) -> tuple[ExpertRecord, ...]:
         """Records of the experts."""
-        return tuple(expert.facts for expert in self.experts)
+        return tuple(expert.record for expert in self._experts)
 
     @property
-    def entries(self) -> list[Entry]:
-        """Records of the experts, with what was decided on each."""
-        return entries_of(self.experts, self.record.experts)
+    def experts(self) -> list[Expert]:
+        """The experts, with what their ensemble's record says on each."""
+        return decided(self._experts, self.record.experts)
 
     @property
     def shelf(self) -> Shelf:
@@ -93,8 +96,8 @@ class ExpertSet(nn.Module):
     def fields(self) -> list[VelocityField]:
         """Experts as velocity fields that share these networks."""
         fields = [copy.copy(field) for field in self._fields]
-        for field, member in zip(fields, self.record.experts, strict=True):
-            field.classes = member.classes or field.classes
+        for field, expert in zip(fields, self.experts, strict=True):
+            field.classes = expert.classes
         return fields
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
@@ -103,7 +106,7 @@ class ExpertSet(nn.Module):
         Raises `HddmError` for an unknown mode, a budget below an expert's size, and ``disk`` for experts in
         memory.
         """
-        if mode == "disk" and any(expert.folder is None for expert in self.experts):
+        if mode == "disk" and any(expert.folder is None for expert in self._experts):
             raise HddmError("offload disk: these experts are in memory only; load them from folders")
         shelf = Shelf(mode, budget)
         shelf.together = self._together
@@ -133,20 +136,20 @@ class ExpertSet(nn.Module):
         """
         if any(network.is_quantized for network in self.stored):
             raise HddmError("quantized experts cannot be saved; load them again")
-        for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
+        for index, (expert, field) in enumerate(zip(self._experts, self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             # Only an adapter is compared: the folder of another expert may be gone once its weights are read.
-            keeps_adapter = expert.facts.adapter is not None and not _is_changed(expert, field.dtype)
+            keeps_adapter = expert.record.adapter is not None and not _is_changed(expert, field.dtype)
             save_expert(target, expert, field.dtype, keeps_adapter)
 
 
 def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
     """An expert as a velocity field whose weights are read when first needed."""
     weak = None
-    network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
+    network = stored(expert.unread, expert.record, expert.name, dtype, device, shelf)
     if expert.weak is not None:
-        weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf)
+        weak = stored(expert.weak, expert.record, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf)
     return as_field(expert, network, weak)
 
 

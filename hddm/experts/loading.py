@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import Entry, Findings, entries_of, read_entries, router_outputs
+from hddm.experts.compatibility import router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     KEPT,
@@ -25,25 +25,18 @@ from hddm.experts.ensemble_folders import (
     components_in,
     name_of,
     numbered,
-    read_ensemble_facts,
+    read_ensemble_record,
     refuse_damaged_ensemble,
     whole_components,
     write_ensemble_records,
 )
+from hddm.experts.expert import Expert, decided, experts_in, field_of, open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.lora import bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
-from hddm.experts.records import (
-    EXPERT_FILE,
-    Expert,
-    RouterRecord,
-    field_of,
-    not_a_model,
-    open_expert,
-    read_router,
-    save_router,
-)
+from hddm.experts.records import EXPERT_FILE, RouterRecord, not_a_model, read_router, save_router
+from hddm.fit import Findings
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router
@@ -103,16 +96,11 @@ class OpenedEnsemble:
 
     experts: list[Expert]
     router: RouterTransformer | None
-    facts: EnsembleRecord
+    record: EnsembleRecord
     components: Mapping[str, str] = field(default_factory=dict)
     """Folders of the components that these experts have, by their names for these experts."""
     topics: int | None = None
     """Number of the text encoder that prompts are routed by."""
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Records of the experts, with what was decided on each."""
-        return entries_of(self.experts, self.facts.experts)
 
     def expert_set(
         self,
@@ -125,7 +113,7 @@ class OpenedEnsemble:
         if max_memory is not None:
             max_memory = room_beside([] if self.router is None else [self.router], max_memory)
         shelf = Shelf(offload, max_memory)
-        return ExpertSet(self.experts, dtype, device, shelf, self.facts, self.topics)
+        return ExpertSet(self.experts, dtype, device, shelf, self.record, self.topics)
 
     def on(
         self,
@@ -148,11 +136,11 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
-        if (part := expert.facts.noise_range) != WHOLE:
-            text = f"is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble"
-            raise HddmError(f"{folder}: {text}")
-        facts = EnsembleRecord(experts=(Member(folder="."),), shift=expert.facts.shift)
-        return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
+        low, high = expert.record.noise_range
+        if (low, high) != WHOLE:
+            raise HddmError(f"{folder}: is made for t in {low:g}:{high:g} alone; sample it in an ensemble")
+        record = EnsembleRecord(experts=(Member(folder="."),), shift=expert.record.shift)
+        return OpenedEnsemble([expert], None, record, {name: name for name in whole_components(folder)})
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
@@ -161,70 +149,74 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
 
 
 def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
-    written = read_ensemble_facts(folder)
+    written = read_ensemble_record(folder)
     router = read_router(folder / written.learned, dtype)[0] if written.learned else None
-    facts, components = written, {name: name for name in components_in(folder)}
+    record, components = written, {name: name for name in components_in(folder)}
     if chosen is not None:
-        whole = read_entries([folder / member.folder for member in written.experts], written.experts)
-        facts, renamed = _subset(written, whole, chosen)
+        whole = experts_in(folder, written)
+        record, renamed = _subset(written, whole, chosen)
         components = {new: old for new, old in renamed.items() if old in components}
-    experts = [open_expert(folder / one.folder) for one in facts.experts]
-    opened = OpenedEnsemble(experts, router, facts, components)
+    experts = decided([open_expert(folder / one.folder) for one in record.experts], record.experts)
+    opened = OpenedEnsemble(experts, router, record, components)
     found = Findings()
-    number = topics_number(opened.entries, found)
+    number = topics_number(experts, found)
     found.refuse(_MISFIT)
-    refuse_damaged_ensemble(folder, written, range(len(facts.experts)) if chosen is None else chosen)
+    refuse_damaged_ensemble(folder, written, range(len(record.experts)) if chosen is None else chosen)
     can_read = number is not None and numbered("text_encoder", number) in components
     return replace(opened, topics=number if can_read else None)
 
 
 def _subset(
-    facts: EnsembleRecord, whole: Sequence[Entry], chosen: Sequence[int]
+    record: EnsembleRecord, whole: Sequence[Expert], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
     """The ensemble's record for these experts only, and the old name of each component by its new name."""
-    if unknown := [k for k in chosen if not 0 <= k < len(whole)]:
+    unknown = [k for k in chosen if not 0 <= k < len(whole)]
+    if unknown:
         raise HddmError(f"`experts` {unknown}: choose from 0 to {len(whole) - 1}")
     parts = parts_of(whole)
     domains = {parts[k].domain for k in chosen}
-    if parted := [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]:
+    parted = [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]
+    if parted:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
-    entries = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
+    experts = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
     renamed = dict[str, str]()
     for name in KEPT:
-        before, after = numbers_of(whole, name), numbers_of(entries, name)
+        before, after = numbers_of(whole, name).of, numbers_of(experts, name).of
         for new, old in enumerate(chosen):
             if before[old] >= 0:
                 renamed[numbered(name, after[new])] = numbered(name, before[old])
     # All of fewer than k are the k most probable of them.
-    strategy, number = Strategy.parse(facts.strategy), len(domains)
-    is_too_many = strategy.kind == "top" and strategy.value > number
-    members = tuple(one.member for one in entries)
-    changes = {"experts": members, "strategy": f"top-{number}" if is_too_many else facts.strategy}
-    return facts.model_copy(update=changes), renamed
+    strategy, number = Strategy.parse(record.strategy), len(domains)
+    changes: dict[str, Any] = {"experts": tuple(one.member for one in experts)}
+    if strategy.kind == "top" and strategy.value > number:
+        changes["strategy"] = f"top-{number}"
+    return record.model_copy(update=changes), renamed
 
 
 def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
     experts = paris_experts(folder)
-    unread, record = paris_router(folder, experts)
+    unread, router_record = paris_router(folder, experts)
     router = unread.load(dtype)
-    router.record = record
+    router.record = router_record
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
-    facts = EnsembleRecord(
+    record = EnsembleRecord(
         experts=tuple(Member(folder=Path(one.name).name, output=k) for k, one in enumerate(experts)),
         router=ROUTER,
         strategy=f"top-{min(2, len(experts))}",
-        shift=experts[0].facts.shift,
+        shift=experts[0].record.shift,
     )
     if chosen is not None:
-        facts, _ = _subset(facts, entries_of(experts, facts.experts), chosen)
+        record, _ = _subset(record, decided(experts, record.experts), chosen)
         experts = [experts[k] for k in chosen]
     components = {name: name for name in KEPT if inside(folder, name).is_dir()}
-    return OpenedEnsemble(experts, router, facts, components)
+    return OpenedEnsemble(decided(experts, record.experts), router, record, components)
 
 
 def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
     """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
-    taken = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
+    taken = 0
+    for model in models:
+        taken += sum(p.numel() * p.element_size() for p in model.parameters())
     if taken >= max_memory:
         alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
         raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")
@@ -233,27 +225,27 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
 
 def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
-    facts = experts.record
-    parts, route = parts_of(experts.entries, experts.fields()), router
+    record = experts.record
+    parts, route = parts_of(experts.experts, experts.fields()), router
     weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
         known, total, found = router.record, router.config.num_experts, Findings()
         assert isinstance(known, RouterRecord)
-        outputs = router_outputs(experts.entries, known, total, found)
+        outputs = router_outputs(experts.experts, known, total, found)
         found.refuse(_MISFIT)
         in_order = outputs == list(range(total))
         route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)
-    elif router is None and facts.router == MOMENTS:
+    elif router is None and record.router == MOMENTS:
         moments = [part.field.calibration.moments for part in parts if part.field.calibration is not None]
-        route = MomentsRouter(moments, weights, facts.evidence)
-    return Ensemble(parts, route, facts.strategy, shift=facts.shift)
+        route = MomentsRouter(moments, weights, record.evidence)
+    return Ensemble(parts, route, record.strategy, shift=record.shift)
 
 
 def save_ensemble(
     draft: Path,
     experts: ExpertSet,
     router: Callable[..., Tensor] | None,
-    facts: EnsembleRecord,
+    record: EnsembleRecord,
     components: Mapping[str, ClassName],
 ) -> None:
     """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`.
@@ -266,7 +258,7 @@ def save_ensemble(
         )
     experts.save_pretrained(draft / "experts")
     members = []
-    for k, (expert, member) in enumerate(zip(experts.experts, facts.experts, strict=True)):
+    for k, (expert, member) in enumerate(zip(experts.experts, record.experts, strict=True)):
         name = member.name or (expert.folder and name_of(expert.folder))
         members.append(member.model_copy(update={"folder": f"experts/{k}", "name": name}))
     changes: dict[str, Any] = {"experts": tuple(members)}
@@ -275,9 +267,10 @@ def save_ensemble(
         save_router(draft / ROUTER, router, router.record)
         changes["router"] = ROUTER
     else:
-        changes["router"] = MOMENTS if facts.router == MOMENTS else None
-    known = {
-        one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
-    }
+        changes["router"] = MOMENTS if record.router == MOMENTS else None
+    known = {}
+    for one in experts.experts:
+        if one.record.adapter is not None and one.base is not None:
+            known[one.record.adapter.base_sha256] = one.base
     bases = bases_of([draft / member.folder for member in members], known)
-    write_ensemble_records(draft, facts.model_copy(update=changes), components, bases)
+    write_ensemble_records(draft, record.model_copy(update=changes), components, bases)

@@ -40,13 +40,21 @@ BASES = "bases"
 """Folder of an ensemble for weights that adapters change."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 PREFIX = "base_model.model."
 """The prefix that peft puts before the name of every tensor."""
 
 # Keys that can change peft's formula.
 _VARIANTS = (
-    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
-    *("layer_replication", "modules_to_save", "trainable_token_indices"),
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "layer_replication",
+    "modules_to_save",
+    "trainable_token_indices",
 )
 
 
@@ -102,21 +110,22 @@ def write_adapter(folder: Path, adapter: AdapterRecord, tensors: Mapping[str, Te
     write_json(folder / ADAPTER_CONFIG, of_kind | peft_config(adapter))
 
 
-def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
+def base_of(folder: Path, adapter: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
     """Find the folder of the weights that the adapter in ``folder`` changes.
 
     It is looked up in ``bases`` by SHA-256; else it is where the ensemble around the folder keeps it, or the
     place at training. Raises `HddmError` where it is missing or the place is no relative path.
     """
-    if bases is not None and facts.base_sha256 in bases:
-        return bases[facts.base_sha256]
-    if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
-        raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
-    base, place = (folder.resolve() / facts.base).resolve(), folder / facts.base
-    if (whole := ensemble_around(folder.resolve())) is not None:
-        base = place = _base_within(whole, facts.base_sha256)
+    if bases is not None and adapter.base_sha256 in bases:
+        return bases[adapter.base_sha256]
+    if Path(adapter.base).is_absolute() or any(letter in adapter.base for letter in "\\\0\n\r"):
+        raise HddmError(f"{folder}: its base is at {adapter.base!r}, which is no relative path; refused")
+    base, place = (folder.resolve() / adapter.base).resolve(), folder / adapter.base
+    whole = ensemble_around(folder.resolve())
+    if whole is not None:
+        base = place = _base_within(whole, adapter.base_sha256)
     if not (base / WEIGHTS).is_file():
-        problem = f"is an adapter of {facts.base_name}, and {place} holds no {WEIGHTS}"
+        problem = f"is an adapter of {adapter.base_name}, and {place} holds no {WEIGHTS}"
         raise HddmError(f"{folder}: {problem}; name its base: hddm.load(…, base=…), hddm assemble --base")
     return base
 
@@ -138,12 +147,12 @@ def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def open_adapted(
-    folder: Path, facts: AdapterRecord, base: Path
+    folder: Path, adapter: AdapterRecord, base: Path
 ) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
     """An adapter folder's empty network, its weights in the base's dtypes, and its config."""
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), of_experts(), str(path))
-    weights = Merged(folder, facts, base)()
+    weights = Merged(folder, adapter, base)()
     return fitting(kind, arguments, weights, base / WEIGHTS, str(path)), weights, arguments
 
 
@@ -154,21 +163,21 @@ class Merged:
     another base and for NaN and Inf.
     """
 
-    def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
-        self._factors = _factors(folder / ADAPTER_WEIGHTS, facts, base / WEIGHTS)
+    def __init__(self, folder: Path, adapter: AdapterRecord, base: Path) -> None:
+        self._factors = _factors(folder / ADAPTER_WEIGHTS, adapter, base / WEIGHTS)
         self._adapter = WeightsReader(folder / ADAPTER_WEIGHTS)
         self._base = WeightsReader(base / WEIGHTS)
-        self._facts, self._folder, self._path = facts, folder, base / WEIGHTS
+        self._adapter_record, self._folder, self._path = adapter, folder, base / WEIGHTS
 
     def __call__(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All weights in ``dtype``, by default the base's own."""
         weights, factors = self._base.stored(), self._adapter.stored()
-        check_base(self._folder, self._facts, self._path)
-        scale = self._facts.alpha / self._facts.rank
+        check_base(self._folder, self._adapter_record, self._path)
+        scale = self._adapter_record.alpha / self._adapter_record.rank
         for name, (down, up) in self._factors.items():
             weight = weights[name]
             weights[name] = merged_weight(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
-            merged = f"{name} merged with alpha {self._facts.alpha:g}"
+            merged = f"{name} merged with alpha {self._adapter_record.alpha:g}"
             refuse_non_finite(self._folder / ADAPTER_WEIGHTS, {merged: weights[name]})
         return weights if dtype is None else cast(weights, dtype)
 
@@ -183,11 +192,11 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Ten
     return torch.addmm(flat, up, down, alpha=scale).view(weight.shape)
 
 
-def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
+def check_base(folder: Path, adapter: AdapterRecord, weights: Path) -> None:
     """Check the file ``weights`` against the base's hash in the adapter's record."""
     found = sha256_once(weights)
-    if found != facts.base_sha256:
-        theirs = f"{folder} is an adapter of {facts.base_name}"
+    if found != adapter.base_sha256:
+        theirs = f"{folder} is an adapter of {adapter.base_name}"
         raise HddmError(f"{weights}: has SHA-256 {found[:16]}…, and {theirs}; use its own base")
 
 
@@ -216,26 +225,23 @@ def factor_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, ...], tu
 
 def refuse_variants(config: Mapping[str, Any], origin: str) -> None:
     """Raise an `HddmError` for a peft config of another formula than this module's."""
-    plain = {"bias": "none"}
-    found = [
-        f"{key} is {str(config[key])[:40]}"
-        for key in (*_VARIANTS, "bias")
-        if config.get(key) and config[key] != plain.get(key)
-    ]
+    found = [f"{key} is {str(config[key])[:40]}" for key in _VARIANTS if config.get(key)]
+    if config.get("bias") and config["bias"] != "none":
+        found.append(f"bias is {str(config['bias'])[:40]}")
     if found:
         variant = f"{' and '.join(found)}, a variant of LoRA that is not read"
         raise HddmError(f"{origin}: {variant}; merge it with peft first")
 
 
-def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
+def _factors(path: Path, adapter: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
     """Names of A and B by the name of their weight, checked against the headers."""
     header, weights = read_header(path)[0], read_header(base)[0]
-    names, expected = tensor_names(facts.targets), dict[str, Tensor]()
+    names, expected = tensor_names(adapter.targets), dict[str, Tensor]()
     for target, pair in names.items():
         weight = weights.get(target)
         if weight is None or len(weight.shape) not in (2, 4) or not weight.dtype.is_floating_point:
             raise HddmError(f"{path}: {target!r} is no matrix or convolution of its base {base}")
-        for name, shape in zip(pair, factor_shapes(weight.shape, facts.rank), strict=True):
+        for name, shape in zip(pair, factor_shapes(weight.shape, adapter.rank), strict=True):
             expected[name] = torch.empty(shape, device="meta")
     found = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in header.items()}
     refuse_other_tensors(expected, found, path, "expert.json")

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, RouterRecord, SourceRecord
+from hddm.experts.expert import Expert
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import Unread, unread
 from hddm.networks.text_encoder import text_encoder_facts
@@ -72,25 +73,22 @@ def paris_experts(folder: Path) -> list[Expert]:
     leave the folder, and for tensors that make no such network (all are listed).
     """
     numbers = _numbers(folder)
-    if missing := [f"expert_{k}" for k in range(numbers[-1]) if k not in numbers]:
+    missing = [f"expert_{k}" for k in range(numbers[-1]) if k not in numbers]
+    if missing:
         lacks = f"expert_{numbers[-1]} and lacks {', '.join(shown(missing, 10))}"
         raise HddmError(f"{folder}: has {lacks}; fetch the whole release")
     paths = [_weights_of(folder, f"expert_{k}") for k in numbers]
     every = [expert_arguments(read_header(path)[0], path) for path in paths]
-    networks = [
-        unread(EXPERT.network, own, path, str(path.with_name(_MISFIT)))
-        for own, path in zip(every, paths, strict=True)
-    ]
+    networks = []
+    for path, arguments in zip(paths, every, strict=True):
+        networks.append(unread(EXPERT.network, arguments, path, str(path.with_name(_MISFIT))))
     record = _expert_record(folder, every[0])
-    return [
-        Expert(one.network, record, weights=one.read, folder=path.parent)
-        for path, one in zip(paths, networks, strict=True)
-    ]
+    return [Expert(one, record, folder=path.parent) for path, one in zip(paths, networks, strict=True)]
 
 
 def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """The router of all ``experts``, without shards (unpublished); raises as `paris_experts`."""
-    path, shape = _weights_of(folder, ROUTER), experts[0].facts.sample_shape
+    path, shape = _weights_of(folder, ROUTER), experts[0].record.sample_shape
     arguments = router_arguments(read_header(path)[0], path)
     network = unread(RouterTransformer, arguments, path, str(path.with_name(_MISFIT)))
     if arguments["num_experts"] != len(experts):
@@ -131,14 +129,11 @@ def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[
 
 def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
     """The record of all experts in ``folder``, given their network's arguments."""
-    scheduler, vae, encoder, side = None, None, None, arguments["sample_size"]
+    scheduler, side = None, arguments["sample_size"]
     if _component(folder, "scheduler") is not None:
         inside(folder, SCHEDULER_FILE)
         scheduler = read_json(folder / SCHEDULER_FILE)
-    if (path := _component(folder, "vae")) is not None:
-        vae = vae_facts(path)
-    if (path := _component(folder, "text_encoder")) is not None:
-        encoder = text_encoder_facts(path, TOKENS)
+    vae, encoder = _component(folder, "vae"), _component(folder, "text_encoder")
     record = {
         "objective": "flow",
         "prediction_type": PredictionType.FLOW_PREDICTION,
@@ -148,8 +143,8 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
         "sample_shape": (arguments["in_channels"], side, side),
         "space": "latents",
         "latent_scale": LATENT_SCALE,
-        "vae": vae,
-        "text_encoder": encoder,
+        "vae": None if vae is None else vae_facts(vae),
+        "text_encoder": None if encoder is None else text_encoder_facts(encoder, TOKENS),
         "shift": (scheduler or {}).get("shift", 1.0),
         "conditions": ("encoder_hidden_states",),
         "weights": "unstated",
@@ -172,17 +167,17 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _weights_of(folder: Path, part: str) -> Path:
-    """The only safetensors file in a part's folder; of several, the one with the release's name."""
+def _weights_of(folder: Path, owner: str) -> Path:
+    """The only safetensors file of an expert or the router; of several, the one with the release's name."""
     # A linked folder is checked before it is listed.
-    names = sorted(path.name for path in inside(folder, part).glob("*.safetensors"))
+    names = sorted(path.name for path in inside(folder, owner).glob("*.safetensors"))
     chosen = [name for name in _NAMES if name in names][:1] or names
     if len(chosen) != 1:
         holds = ", ".join(shown(names, 10)) or "no safetensors"
         raise HddmError(
-            f"{folder / part}: holds {holds}, and needs one file, {_NAMES[part == ROUTER]}; fetch the whole "
-            "release (pickles are not read)"
+            f"{folder / owner}: holds {holds}, and needs one file, {_NAMES[owner == ROUTER]}; fetch the "
+            "whole release (pickles are not read)"
         )
-    inside(folder, f"{part}/{chosen[0]}")
+    inside(folder, f"{owner}/{chosen[0]}")
     # Messages should show the name in the folder, not the hash behind a link.
-    return folder / part / chosen[0]
+    return folder / owner / chosen[0]

@@ -1,36 +1,26 @@
-"""Experts and routers on disk: a network folder, and the record that defines what its weights mean.
+"""Records of experts and routers on disk, which define what the weights beside them mean.
 
-`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``; `field_of` makes an expert a velocity
-field.
+`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``. An expert that is opened is in
+`hddm.experts.expert`.
 """
 
-import copy
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from diffusers import ModelMixin
 from pydantic import AfterValidator, Field
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.calibration import Calibration
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, Merged, base_of
-from hddm.networks.families import family_of, known_family
-from hddm.networks.families.expert import EXPERT
-from hddm.networks.folders import WEIGHTS, Unread, cast, of_experts, unread_network
+from hddm.experts.lora import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
+from hddm.networks.folders import WEIGHTS, Unread, unread_network
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
-from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.wrappers import NetworkWrapper
-from hddm.prompt_router import TOPIC, Topic
-from hddm.schedules import from_config
+from hddm.prompt_router import TOPIC
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import link_or_copy, write_json
+from hddm.utils.files import write_json
 from hddm.utils.records import (
     ENSEMBLE_FILE,
     MANIFEST,
@@ -49,7 +39,7 @@ from hddm.utils.records import (
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import PredictionType
 
 FORMAT = "1.6"
 NULL_FILE = "null_conditions.safetensors"
@@ -57,8 +47,7 @@ EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
 WEAK_FILE = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.guidance.Guidance`)."""
-_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, TOPIC, WEIGHTS, WEAK_FILE, *_ADAPTER, "config.json")
+FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, TOPIC, WEIGHTS, WEAK_FILE, *ADAPTER_FILES, "config.json")
 """Files of an expert folder that are read, besides its record."""
 
 
@@ -159,6 +148,16 @@ class ExpertRecord(Record):
             raise HddmError(f"{name}: is a student of few steps; {why}")
 
     @property
+    def takes_text(self) -> bool:
+        """True for an expert of prompts."""
+        return "encoder_hidden_states" in self.conditions
+
+    @property
+    def takes_classes(self) -> bool:
+        """True for an expert of classes."""
+        return "class_labels" in self.conditions
+
+    @property
     def latent_space(self) -> VaeRecord | UnreadVae | None:
         """The VAE whose latents its samples are, read or not; None where that is not recorded."""
         return self.vae or self.unread_vae
@@ -188,103 +187,16 @@ class RouterRecord(Record):
     training: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Expert:
-    """An expert: its record, and a network whose weights are in memory or yet to be read.
-
-    ``weights`` reads them in a dtype, with any adapter merged; without it the network has them. ``nulls`` has
-    the value of no condition by network keyword, without batch dimension; that of ``class_labels`` is in the
-    record. ``weak`` is the network with the weights to guide by. ``folder`` is the expert's, None in memory;
-    ``base`` that of the weights that its adapter changes.
-    """
-
-    network: ModelMixin
-    facts: ExpertRecord
-    calibration: Calibration | None = None
-    nulls: Mapping[str, Tensor] = field(default_factory=dict)
-    weak: Unread[ModelMixin] | None = None
-    weights: Callable[[torch.dtype], dict[str, Tensor]] | None = None
-    folder: Path | None = None
-    base: Path | None = None
-    topic: Topic | None = None
-
-    @property
-    def name(self) -> str:
-        """The expert's name in messages."""
-        return "an expert in memory" if self.folder is None else str(self.folder)
-
-    @property
-    def unread(self) -> Unread[ModelMixin]:
-        """Its network, to be filled with its weights."""
-        assert self.weights is not None
-        return Unread(self.network, self.weights)
-
-    def apart(self) -> "Expert":
-        """The expert with weights to be read: those in memory by a copy, which leaves its network alone."""
-        if self.weights is not None:
-            return self
-        unread = unread_as(self.network, self.network.state_dict())
-        return replace(self, network=unread.network, weights=unread.read)
-
-    def read(self, dtype: torch.dtype = torch.float32) -> "Expert":
-        """The expert with its weights in memory, which then belong to no folder."""
-        network, facts = self.unread.load(dtype), without_adapter(self.facts)
-        return replace(self, network=network, facts=facts, weights=None, folder=None, base=None)
-
-
-def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
-    """A copy of ``network`` without weights, to be filled with ``tensors``, in memory, on demand."""
-    held = network.state_dict()
-    owned = [*network.parameters(), *(b for n, b in network.named_buffers() if n in held)]
-    # A copy that stands where its weights would be: whoever places weights must not touch this network.
-    memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
-    empty: ModelMixin = copy.deepcopy(network, memo).requires_grad_(False)
-    return Unread(empty, functools.partial(cast, dict(tensors)))
-
-
-def null_conditions(null_class: int | None) -> dict[str, Tensor]:
-    """Value of no class, by network keyword."""
-    return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
-
-
-def save_expert(
-    folder: Path, expert: Expert, dtype: torch.dtype = torch.float32, keeps_adapter: bool = False
-) -> None:
-    """Write an expert into an existing empty ``folder``.
-
-    Weights that are not in memory are read in ``dtype``, and its weak model's in bfloat16. With
-    ``keeps_adapter`` the files of its adapter are taken as they are; else its weights are merged.
-    """
-    expert.network.save_config(folder)
-    facts, tensors = expert.facts, expert.network.state_dict()
-    if keeps_adapter and facts.adapter and expert.folder:
-        for name in _ADAPTER:
-            link_or_copy(expert.folder / name, folder / name)
-    else:
-        facts = without_adapter(facts)
-        if any(value.is_meta for value in tensors.values()):
-            tensors = expert.unread.read(dtype)
-        here = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        save_file(here, folder / WEIGHTS, {"format": "pt"})
-    if expert.calibration is not None:
-        expert.calibration.save(folder)
-    if expert.topic is not None:
-        expert.topic.save(folder)
-    if expert.weak is not None:
-        save_file(expert.weak.read(torch.bfloat16), folder / WEAK_FILE, {"format": "pt"})
-    write_records(folder, facts, expert.nulls)
-
-
 def joint_licence(licences: Iterable[str | None]) -> str | None:
     """State that all of these licences hold at once; None where none is stated."""
     return " AND ".join(sorted(set(filter(None, licences)))) or None
 
 
-def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
+def write_records(folder: Path, record: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
     """Write the record beside the network in ``folder``, and a manifest of all files."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    write_json(folder / EXPERT_FILE, record.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder, read=(EXPERT_FILE, *FILES))
 
 
@@ -299,74 +211,6 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
     nulls = read_safetensors(path) if path.exists() else {}
     refuse_non_finite(path, nulls)
     return nulls
-
-
-def as_field(
-    expert: Expert, network: Callable[..., Tensor], weak: Callable[..., Tensor] | None = None
-) -> VelocityField:
-    """An expert as a velocity field that uses ``network``, with any adapter merged, and ``weak`` to guide by.
-
-    Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
-    """
-    record = expert.facts
-    nulls = null_conditions(record.null_class) | dict(expert.nulls)
-    try:
-        return VelocityField(
-            network,
-            from_config(record.schedule),
-            record.prediction_type,
-            record.time_scale,
-            expert.calibration,
-            conditions=record.conditions,
-            null_conditions=nulls,
-            sample_shape=record.sample_shape,
-            classes=record.classes,
-            shift=record.shift,
-            weak=None if weak is None else as_field(expert, weak),
-            noise_range=record.noise_range,
-            sampling_steps=record.sampling_steps,
-            inner_guidance=record.training.get("guidance_scale", 1.0) if record.sampling_steps else 1.0,
-        )
-    except HddmError as error:
-        raise HddmError(f"{expert.name}: {error}") from error
-
-
-def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
-    """An expert as a velocity field that shares its network; raises as `as_field`."""
-    network = wrapped(expert.network, expert.facts).to(device)
-    weak = None
-    if expert.weak is not None:
-        weak = stored(expert.weak, expert.facts, WEAK_FILE, expert.network.dtype, device, Shelf())
-    return as_field(expert, network, weak)
-
-
-def stored(
-    unread: Unread[ModelMixin],
-    facts: ExpertRecord,
-    origin: str,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    shelf: Shelf,
-) -> StoredNetwork:
-    """A network in the call that experts share, its weights read on demand; ``origin`` names it in errors."""
-    common = wrapped(unread.network, facts)
-    prefix = "model." if isinstance(common, NetworkWrapper) else ""
-
-    def read(dtype: torch.dtype) -> dict[str, Tensor]:
-        return {prefix + name: value for name, value in unread.read(dtype).items()}
-
-    return StoredNetwork(common, read, origin, dtype, device, shelf)
-
-
-def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
-    """``network`` in a `NetworkWrapper`; unchanged where its call already fits."""
-    is_common = family_of(network) is EXPERT and not record.variance_head
-    return network if is_common else NetworkWrapper(network)
-
-
-def without_adapter(facts: ExpertRecord) -> ExpertRecord:
-    """The record of an expert in memory, whose weights include its adapter."""
-    return facts.model_copy(update={"adapter": None})
 
 
 def not_a_model(folder: Path, found: str) -> UsageError:
@@ -391,54 +235,11 @@ def _remedy_for_file(path: Path) -> str:
     return f"hddm convert {path} --out EXPERT makes an expert of a checkpoint"
 
 
-def read_facts(folder: Path) -> ExpertRecord:
+def read_expert_record(folder: Path) -> ExpertRecord:
     """The record of an expert folder; raises as `read_record`, and `not_a_model`."""
     if not (folder / EXPERT_FILE).exists():
         raise not_a_model(folder, f"no expert folder ({EXPERT_FILE})")
     return read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-
-
-def open_expert(
-    folder: Path,
-    bases: Mapping[str, Path] | None = None,
-    with_calibration: bool = True,
-    unheld: Collection[str] = (),
-) -> Expert:
-    """Read an expert folder except for its weights.
-
-    ``bases`` is as for `base_of`. ``with_calibration=False`` skips the calibration, whatever is wrong with
-    it. ``unheld`` are files that the caller checks against the manifest. Raises `HddmError` for a record,
-    network or weights that are unreadable or do not fit each other, an adapter without its base, and files
-    that differ from the manifest; NaN, Inf and another base are found when weights are read.
-    """
-    record = read_facts(folder)
-    base = None if record.adapter is None else base_of(folder, record.adapter, bases)
-    unread = unread_network(folder, of_experts(), base and base / WEIGHTS)
-    if record.adapter is not None and base is not None:
-        unread = Unread(unread.network, Merged(folder, record.adapter, base))
-    family = known_family(unread.network)
-    interface = family.interface(unread.network.config, record.sample_shape[1:])
-    stated = {key: getattr(record, key) for key in ("sample_shape", "variance_head", "conditions")}
-    found = {key: getattr(interface, key) for key in stated}
-    if (classes := interface.num_classes) is not None:
-        # A UNet may have been trained with its last class for none; its config does not say.
-        null = classes - 1 if interface.null_class is None else interface.null_class
-        if record.null_class is not None:
-            stated["null_class"], found["null_class"] = record.null_class, null
-        stated["classes"], found["classes"] = len(record.classes), min(len(record.classes), classes)
-    if differing := [f"{key} {one}, not {found[key]}" for key, one in stated.items() if one != found[key]]:
-        raise HddmError(f"{folder}: expert.json says {'; '.join(differing)}, which config.json says")
-    calibration = Calibration.load(folder) if with_calibration else None
-    nulls = read_nulls(folder)
-    skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
-    known = [name for name in FILES if name not in skipped]
-    changed = damage(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped)
-    refuse_damaged(folder, changed, remedy(folder))
-    weak = None
-    if (folder / WEAK_FILE).exists():
-        weak = unread_network(folder, of_experts(), folder / WEAK_FILE)
-    topic = Topic.load(folder)
-    return Expert(unread.network, record, calibration, nulls, weak, unread.read, folder, base, topic)
 
 
 def remedy(folder: Path) -> str:
@@ -449,10 +250,10 @@ def remedy(folder: Path) -> str:
     )
 
 
-def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -> None:
+def save_router(folder: Path, network: RouterTransformer, record: RouterRecord) -> None:
     """Write a router into an existing empty ``folder``."""
     network.save_pretrained(folder)
-    write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    write_json(folder / ROUTER_FILE, record.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, "config.json"))
 
 

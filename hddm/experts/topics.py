@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hddm.data.shard_records import captions_of, read_images_manifest
-from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
-from hddm.experts.records import read_facts
+from hddm.experts.ensemble_folders import kept_components, read_ensemble_record, replace_file
+from hddm.experts.records import read_expert_record
 from hddm.networks.prompts import read_texts, several_in, texts_facts
 from hddm.networks.text_encoder import embed, read_tokenizer
 from hddm.prompt_router import TOPIC, Topic, TopicRecord
@@ -47,7 +47,7 @@ def describe_topic(
     if sum(one is not None for one in (captions, data, text)) != 1:
         raise UsageError("`captions`, `data`, `text`: pass one of the three")
     restore(folder.resolve())
-    record = read_facts(folder)
+    record = read_expert_record(folder)
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network = read_texts(encoder)
@@ -63,13 +63,14 @@ def describe_topic(
             embedded.append(made.pooled)
             progress(len(batch))
     # Topics compare one vector per caption, which several text encoders make narrower than their tokens.
-    facts = texts_facts(encoder, words).model_copy(update={"width": embedded[0].shape[1]})
+    encoder_record = texts_facts(encoder, words).model_copy(update={"width": embedded[0].shape[1]})
     topic = topic_of(torch.cat(embedded), list(counts.values()))
-    known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=facts)
-    if (whole := ensemble_around(folder.resolve())) is not None:
-        for place in (whole / member.folder for member in read_ensemble_facts(whole).experts):
+    known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=encoder_record)
+    whole = ensemble_around(folder.resolve())
+    if whole is not None:
+        for place in (whole / member.folder for member in read_ensemble_record(whole).experts):
             other = None if place.samefile(folder) else Topic.load(place)
-            if other and other.record and other.record.text_encoder.fingerprint != facts.fingerprint:
+            if other and other.record and other.record.text_encoder.fingerprint != encoder_record.fingerprint:
                 text = f"{place} was described with another text encoder; use that one for both"
                 raise HddmError(f"{encoder}: {text}")
     replace_file(folder, record, TOPIC, replace(topic, record=known).save)
@@ -107,7 +108,8 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
     elif data is not None:
         manifest = read_images_manifest(data)
         found, source = list(captions_of(manifest.images) or ()), f"shard {manifest.hash}"
-    if not (kept := [one for one in found if one.strip()]):
+    kept = [one for one in found if one.strip()]
+    if not kept:
         raise HddmError(f"{captions or data or '`text`'}: holds no captions")
     return kept, source
 

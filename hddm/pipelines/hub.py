@@ -16,14 +16,14 @@ from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, table
 from hddm.evaluation.results import Result, ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.compatibility import read_entries, takes_classes, takes_text
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     EnsembleRecord,
     components_in,
-    read_ensemble_facts,
+    read_ensemble_record,
     refuse_damaged_ensemble,
 )
+from hddm.experts.expert import experts_in
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import inside, restore
@@ -83,14 +83,14 @@ def plan_upload(
     restore(folder)
     if not (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: no ensemble folder ({ENSEMBLE_FILE}); make one with hddm assemble")
-    facts = read_ensemble_facts(folder)
-    refuse_damaged_ensemble(folder, facts, range(len(facts.experts)))
+    record = read_ensemble_record(folder)
+    refuse_damaged_ensemble(folder, record, range(len(record.experts)))
     if line := foreign_pipeline(folder):
         raise HddmError(f"{folder}/{line}")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     sealed = sealed_files(folder) if has_manifest(folder) else {MANIFEST}
     if gone := sorted(name for name in sealed if not inside(folder, name).is_file()):
-        again = f"write a new {MANIFEST} with hddm assemble {folder} --strategy {facts.strategy}"
+        again = f"write a new {MANIFEST} with hddm assemble {folder} --strategy {record.strategy}"
         raise HddmError(f"{folder / gone[0]}: is missing; copy the whole folder again, or {again}")
     others = [name for name in sorted(names - sealed) if not re.search(r"(^|/)\.", name)]
     papers = {name for name in others if name == PIPELINE_FILE or Path(name).stem.upper() in PAPERS}
@@ -106,7 +106,7 @@ def plan_upload(
     if picture is not None:
         sheet = f"picture{picture.suffix.lower()}"
         files[sheet] = picture
-    text, notes = model_card(folder, repo_id, facts, licence, sheet, results)
+    text, notes = model_card(folder, repo_id, record, licence, sheet, results)
     if left_out := shown([name for name in others if name not in papers]):
         notes.append(f"left out, since no manifest lists them: {', '.join(left_out)}")
     if is_own:
@@ -156,7 +156,7 @@ def upload(
 def model_card(
     folder: Path,
     repo_id: str,
-    facts: EnsembleRecord,
+    record: EnsembleRecord,
     licence: str | None = None,
     picture: str | None = None,
     results: Path | None = None,
@@ -166,10 +166,10 @@ def model_card(
     ``licence`` is for experts that record none, ``picture`` a file beside the card, ``results`` a result of
     ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
-    entries = read_entries([folder / one.folder for one in facts.experts], facts.experts)
-    records = [one.record for one in entries]
-    licences = licences_of(folder, facts, records, licence)
-    components, has_text = components_in(folder), any(map(takes_text, records))
+    experts = experts_in(folder, record)
+    records = [one.record for one in experts]
+    licences = licences_of(folder, record, records, licence)
+    components, has_text = components_in(folder), any(one.takes_text for one in records)
     front, front_name, said = licence_of(licences)
     data = ModelCardData(
         license=front,
@@ -178,7 +178,7 @@ def model_card(
         pipeline_tag="text-to-image" if has_text else "unconditional-image-generation",
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
-    classes = join_classes(tuple(one.classes for one in entries)).names
+    classes = join_classes(tuple(one.classes for one in experts)).names
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
     environment = templates(is_html=False, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"literal": _literal, "counted": counted, "basename": lambda path: Path(path).name}
@@ -189,14 +189,14 @@ def model_card(
         title=title,
         remarks=[line.split(":", 1) for line in said],
         records=records,
-        by_name=dict(zip((one.label for one in facts.experts), records, strict=True)),
+        by_name=dict(zip((one.label for one in record.experts), records, strict=True)),
         licences=licences,
         components=components,
         takes_text=has_text,
-        takes_classes=any(map(takes_classes, records)),
+        takes_classes=any(one.takes_classes for one in records),
         classes=classes,
         shapes=shapes,
-        strategy=facts.strategy,
+        strategy=record.strategy,
         picture=picture,
         measured=results and _measured(results, folder, title),
         repo_id=repo_id,
@@ -208,10 +208,10 @@ def model_card(
 
 
 def licences_of(
-    folder: Path, facts: EnsembleRecord, records: Sequence[ExpertRecord], stated: str | None
+    folder: Path, record: EnsembleRecord, records: Sequence[ExpertRecord], stated: str | None
 ) -> Licences:
     """Licences of the experts, and of other parts whose own card states one."""
-    pairs = zip(facts.experts, records, strict=True)
+    pairs = zip(record.experts, records, strict=True)
     found = {member.label: _known(one.licence) or stated for member, one in pairs}
     for name in components_in(folder):
         card = folder / name / CARD

@@ -129,32 +129,32 @@ class Encoding(Offloading):
     @property
     def readers(self) -> set[int]:
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
-        numbers = zip(self.experts.facts, self.ensemble.texts, strict=True)
+        numbers = zip(self.experts.records, self.ensemble.texts, strict=True)
         found = {number for record, number in numbers if TEXT_TOKENS in record.conditions}
         return found | (set() if self._topics is None else {self._topics})
 
     @property
     def takes_prompts(self) -> bool:
         """True if an expert takes text, and all text encoders for it are there."""
-        is_read = any(TEXT_TOKENS in record.conditions for record in self.experts.facts)
+        is_read = any(TEXT_TOKENS in record.conditions for record in self.experts.records)
         return is_read and all(self._reader(number) is not None for number in self.readers)
 
     @property
     def _topics(self) -> int | None:
         """Number of the text encoder that prompts are routed by; None for one expert alone."""
         number: int | None = self.experts.topics
-        return number if len(self.experts.facts) > 1 else None
+        return number if len(self.experts.records) > 1 else None
 
     @property
     def _takes_classes(self) -> Tensor:
         """Which experts get the class that a prompt names (K,)."""
-        conditions = (one.conditions for one in self.experts.facts)
+        conditions = (one.conditions for one in self.experts.records)
         return torch.tensor([LABELS in given and TEXT_TOKENS not in given for given in conditions])
 
     @property
     def _reads_text(self) -> Tensor:
         """Which experts read prompts as text (K,)."""
-        return torch.tensor([TEXT_TOKENS in one.conditions for one in self.experts.facts])
+        return torch.tensor([TEXT_TOKENS in one.conditions for one in self.experts.records])
 
     def _reader(self, number: int) -> tuple[Any, Any] | None:
         """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""
@@ -384,8 +384,12 @@ class Pictures(Offloading):
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
-        part, shape, size = self.vae_of(expert), self.experts.facts[expert].sample_shape, self.size_of(expert)
-        if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
+        part, shape, size = (
+            self.vae_of(expert),
+            self.experts.records[expert].sample_shape,
+            self.size_of(expert),
+        )
+        if part is None and not self.experts.records[expert].makes_pictures and not isinstance(image, Tensor):
             raise HddmError(f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents")
         x_0 = pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
         mask = pixel_mask = None if mask_image is None else mask_of(mask_image, image, size)
@@ -420,6 +424,6 @@ class Pictures(Offloading):
 
     def size_of(self, expert: int) -> tuple[int, int]:
         """Height and width in pixels of an expert's images."""
-        vae, (_, height, width) = self.vae_of(expert), self.experts.facts[expert].sample_shape
+        vae, (_, height, width) = self.vae_of(expert), self.experts.records[expert].sample_shape
         factor = 1 if vae is None else scale_of(vae)
         return factor * height, factor * width

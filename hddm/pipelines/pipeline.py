@@ -67,8 +67,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         text_encoder: encodes prompts; without it, pass embeddings.
         tokenizer: belongs to the text encoder.
         vae_2, text_encoder_2, tokenizer_2, vae_3, text_encoder_3, tokenizer_3: for experts of other latent
-            spaces or text encoders, as ``facts`` numbers them.
-        facts: strategy and priors; by default those of ``experts``, or ``draw`` with equal shares.
+            spaces or text encoders, as ``record`` numbers them.
+        record: strategy and priors; by default those of ``experts``, or ``draw`` with equal shares.
 
     Raises:
         HddmError: for parts that contradict each other.
@@ -85,7 +85,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         vae: Vae | None = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
-        facts: EnsembleRecord | None = None,
+        record: EnsembleRecord | None = None,
         vae_2: Vae | None = None,
         text_encoder_2: Any = None,
         tokenizer_2: Any = None,
@@ -97,7 +97,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         components = [vae, text_encoder, tokenizer, vae_2, text_encoder_2, tokenizer_2]
         components += [vae_3, text_encoder_3, tokenizer_3]
         self.register_modules(
-            experts=carrying(experts, facts or experts.record),
+            experts=carrying(experts, record or experts.record),
             scheduler=scheduler,
             router=router,
             **dict(zip(COMPONENTS, components, strict=True)),
@@ -123,7 +123,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         return self._ensemble
 
     @property
-    def facts(self) -> EnsembleRecord:
+    def record(self) -> EnsembleRecord:
         """Record of the ensemble, with its present strategy and shift."""
         chosen = {"shift": self.ensemble.shift, "strategy": self.ensemble.strategy}
         record: EnsembleRecord = self.experts.record.model_copy(update=chosen)
@@ -132,7 +132,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
     @property
     def components(self) -> dict[str, Any]:
         """All parts: ``HDDMPipeline(**pipe.components)`` is a pipeline that shares them."""
-        return {**super().components, "experts": carrying(self.experts, self.facts)}
+        return {**super().components, "experts": carrying(self.experts, self.record)}
 
     @classmethod
     def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
@@ -173,7 +173,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         if not folder.exists():
             raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
         opened = open_ensemble(folder, dtypes["router"], experts)
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.record.shift)
         found = {"router": opened.router, "scheduler": scheduler}
         found |= read_parts(folder, opened.components, dtypes, parts)
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload), **found)
@@ -246,7 +246,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                     kinds[name] = (library, type(part).__name__.removesuffix("Fast"))
                     if name.startswith("vae"):
                         kinds[name] = ("diffusers", vae_class(part))
-            save_ensemble(draft, self.experts, self.router, self.facts, kinds)
+            save_ensemble(draft, self.experts, self.router, self.record, kinds)
 
     def push_to_hub(
         self,
@@ -442,8 +442,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         for name in of_one_kind if is_apart else ():
             if of_one_kind[name]:
                 raise UsageError(f"`{name}`: these experts make samples of several kinds; use one `expert`")
-        for k in range(len(self.experts.facts)) if expert is None else [expert]:
-            facts = self.experts.facts[k]
-            if is_decoded and self.vae_of(k) is None and not facts.makes_pictures:
+        for k in range(len(self.experts.records)) if expert is None else [expert]:
+            record = self.experts.records[k]
+            if is_decoded and self.vae_of(k) is None and not record.makes_pictures:
                 latent = "" if is_apart else ", or use `output_type` latent"
-                raise HddmError(f"expert {k} makes latents {facts.sample_shape}{self._no_vae}{latent}")
+                raise HddmError(f"expert {k} makes latents {record.sample_shape}{self._no_vae}{latent}")

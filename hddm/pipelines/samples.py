@@ -167,7 +167,7 @@ class _Run:
         """Use of the experts, and which of them made which image."""
         found = self.use.report()
         if len(self.makers) == self.settings.num_images and self.pipeline.ensemble.num_domains > 1:
-            found["names"] = [member.label for member in self.pipeline.facts.experts]
+            found["names"] = [member.label for member in self.pipeline.record.experts]
             found["made_by"] = lines_of(self.makers)
         return found
 
@@ -243,7 +243,7 @@ class _Run:
         return found
 
     def _warn(self) -> None:
-        settings, ensemble, own = self.settings, self.pipeline.ensemble, self.pipeline.facts.shift
+        settings, ensemble, own = self.settings, self.pipeline.ensemble, self.pipeline.record.shift
         if settings.shift is not None and settings.shift != own:
             warnings.warn(f"`shift` {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
         if settings.expert is not None:
@@ -252,7 +252,7 @@ class _Run:
             for k in (self.expected == 0).nonzero()[:, 0].tolist():
                 if ensemble.parts[k].topic is None:
                     continue
-                name = self.pipeline.facts.experts[k].name or "unnamed"
+                name = self.pipeline.record.experts[k].name or "unnamed"
                 text = f"expert {k} ({name}) made no image: no prompt fits its description"
                 warnings.warn(text, stacklevel=3)
         # Fewer images than experts show nothing, and a picture may belong to one expert.
@@ -277,7 +277,7 @@ def _record(
     source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     # One for all; a list where they differ.
-    vaes = [one.vae and one.vae.model_dump(mode="json") for one in pipeline.experts.facts]
+    vaes = [one.vae and one.vae.model_dump(mode="json") for one in pipeline.experts.records]
     files = {name: getattr(settings, name) for name in ("conditions", "init_image", "mask")}
     return {
         "format": FORMAT,
@@ -287,10 +287,10 @@ def _record(
         **settings.model_dump(mode="json"),
         **{f"{name}_sha256": sha256_of(path) for name, path in files.items() if path is not None},
         "device": str(available_device(settings.device)),
-        "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
-        "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
-        "model_shift": pipeline.facts.shift,
-        "weights": sorted({facts.weights for facts in pipeline.experts.facts}),
+        "strategy": None if settings.expert is not None else settings.strategy or pipeline.record.strategy,
+        "shift": pipeline.record.shift if settings.shift is None else settings.shift,
+        "model_shift": pipeline.record.shift,
+        "weights": sorted({one.weights for one in pipeline.experts.records}),
         "vae": vaes[0] if all(one == vaes[0] for one in vaes) else vaes,
         "class_labels": given[LABELS].tolist() if LABELS in given else None,
         "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,

@@ -172,12 +172,12 @@ def names_of(folder: Path) -> list[str]:
     Raises `HddmError` as `hddm.load`, and for an expert without the VAE or text encoder that it needs.
     """
     opened = open_ensemble(folder, torch.float32)
-    entries = opened.entries
-    own = [one.member.name or str(k) for k, one in enumerate(entries)]
+    experts = opened.experts
+    own = [one.member.name or str(k) for k, one in enumerate(experts)]
     names = [f"{one}-{k}" if own.count(one) > 1 or one == FRONT else one for k, one in enumerate(own)]
-    vaes, texts = numbers_of(entries, "vae"), numbers_of(entries, "text_encoder")
-    has_classes = any(one.classes for one in entries)
-    for name, one, vae, text in zip(names, entries, vaes, texts, strict=True):
+    vaes, texts = numbers_of(experts, "vae").of, numbers_of(experts, "text_encoder").of
+    has_classes = any(one.classes for one in experts)
+    for name, one, vae, text in zip(names, experts, vaes, texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")

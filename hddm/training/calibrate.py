@@ -17,7 +17,7 @@ from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.records import field_of, open_expert
+from hddm.experts.expert import field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.running import Seeded
 from hddm.schedules import DiscreteSchedule
@@ -254,7 +254,7 @@ def recalibrate(folder: Path, shard_folder: Path | None = None, *, settings: Cal
     num_images, steps, seed = settings.num_images, settings.steps, settings.seed
     restore(folder.resolve())
     expert = open_expert(folder, with_calibration=False)
-    record = expert.facts
+    record = expert.record
     why = "a calibration is for velocities, but a student of few steps predicts means over steps"
     record.refuse_student(str(folder), why)
     if record.training_calibration:

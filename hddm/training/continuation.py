@@ -48,8 +48,9 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration, Moments
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
+from hddm.experts.expert import Expert, field_of, save_expert
 from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, tensor_names, write_adapter
-from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
+from hddm.experts.records import EXPERT_FILE, FORMAT, write_records
 from hddm.networks.families import known_family
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
@@ -155,7 +156,7 @@ def continue_expert(
     expert, origin = read_init(init)
     shard = open_shard(shard_folder)
     recipe, objective = resolve_continued(init, expert, shard, settings, before)
-    expert = _with_missing_facts(expert, shard, recipe)
+    expert = _completed_by(expert, shard, recipe)
     field = field_of(expert)
     conditions = _conditions(init, field, shard, recipe)
     field.calibration = None
@@ -174,12 +175,12 @@ def continue_expert(
     key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
     task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
     if field.calibration is not None:
-        origin["kappa"] = expert.facts.training.get("kappa", KAPPA)
-    own = record_of_shard(shard, expert.facts.classes)
+        origin["kappa"] = expert.record.training.get("kappa", KAPPA)
+    own = record_of_shard(shard, expert.record.classes)
     changes = {"format": FORMAT, "objective": recipe.objective, "weights": "ema", "shard": own}
     changes["training_calibration"] = field.calibration is not None
-    facts = expert.facts.model_copy(update=changes)
-    expert = replace(expert, facts=facts, calibration=field.calibration)
+    record = expert.record.model_copy(update=changes)
+    expert = replace(expert, record=record, calibration=field.calibration)
     write = saving(expert, shard, recipe, conditions, origin, save)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), **origin}
     watch = watching(field, shard, recipe.conditions, run)
@@ -197,7 +198,7 @@ def resolve_continued(
 
     Raises `HddmError` as `continue_expert`.
     """
-    record = expert.facts
+    record = expert.record
     record.refuse_student(f"`init` {init}", "continue the expert that it began with, and distill again")
     schedule, kind = from_config(record.schedule), record.prediction_type
     is_straight = isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON
@@ -218,9 +219,9 @@ def resolve_continued(
     return recipe, objective
 
 
-def _with_missing_facts(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
+def _completed_by(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
     """Add to the record of ``expert`` what it lacks and ``shard`` supplies: VAE, text encoder, null text."""
-    record, nulls = expert.facts, dict(expert.nulls)
+    record, nulls = expert.record, dict(expert.nulls)
     found: dict[str, object] = {"noise_range": recipe.noise_range}
     if shard.vae is not None and record.vae is None:
         found |= {"vae": shard.vae, "unread_vae": None, "latent_scale": shard.vae.scale}
@@ -229,7 +230,7 @@ def _with_missing_facts(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> E
             found["text_encoder"] = shard.text_encoder
         if recipe.condition_dropout:
             nulls.setdefault(TEXT, shard.texts.null)
-    return replace(expert, facts=record.model_copy(update=found), nulls=nulls)
+    return replace(expert, record=record.model_copy(update=found), nulls=nulls)
 
 
 def _conditions(init: Path, field: VelocityField, shard: Shard, recipe: ExpertRecipe) -> dict[str, Tensor]:
@@ -250,7 +251,7 @@ def _calibration_to_train_in(
     expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None
 ) -> Calibration | None:
     """Return the init's own calibration if its weights were trained in one, else a new one."""
-    if expert.facts.training_calibration:
+    if expert.record.training_calibration:
         return expert.calibration
     if not gauss_shares(field.prediction_type, field.range[1], KAPPA):
         return None
@@ -347,7 +348,7 @@ def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     write_adapter(folder, adapter, tensors)
     if expert.calibration is not None:
         expert.calibration.save(folder)
-    write_records(folder, expert.facts.model_copy(update={"adapter": adapter}), expert.nulls)
+    write_records(folder, expert.record.model_copy(update={"adapter": adapter}), expert.nulls)
 
 
 def _peft() -> Any:

@@ -25,9 +25,10 @@ from hddm.conditions import LABELS
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import NO_CAPTION, Shard, joined, open_shard
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import domains_of
+from hddm.experts.expert import Expert, field_of, null_conditions
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, field_of, joint_licence, null_conditions
+from hddm.experts.parts import domains_of
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, joint_licence
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
@@ -71,12 +72,12 @@ class Teacher:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that its experts take labels of; empty where none does."""
-        return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
+        return next((one.record.classes for one in self.opened.experts if one.record.classes), ())
 
     @property
     def takes_text(self) -> bool:
         """Whether an expert takes the tokens of a caption."""
-        return any(TEXT in one.facts.conditions for one in self.opened.experts)
+        return any(TEXT in one.record.conditions for one in self.opened.experts)
 
 
 def open_teacher(
@@ -96,20 +97,20 @@ def open_teacher(
     opened = open_ensemble(folder, torch.float32)
     if settings.teacher == "routed":
         opened = _with_mixing_strategy(folder, opened, strategy)
-    names = [member.folder for member in opened.facts.experts]
+    names = [member.folder for member in opened.record.experts]
     for name, expert in zip(names, opened.experts, strict=True):
-        _check_conditions(f"{folder / name}", expert.facts, union, settings.condition_dropout)
-    check_fit(union, opened.experts[0].facts, opened.experts[0].network)
-    hashes = [one.facts.shard and one.facts.shard.hash for one in opened.experts]
+        _check_conditions(f"{folder / name}", expert.record, union, settings.condition_dropout)
+    check_fit(union, opened.experts[0].record, opened.experts[0].network)
+    hashes = [one.record.shard and one.record.shard.hash for one in opened.experts]
     experts = {
         name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
         for name, one, own in zip(names, opened.experts, hashes, strict=True)
     }
     record: dict[str, Any] = {"ensemble": folder.resolve().name, "kind": settings.teacher, "experts": experts}
     if settings.teacher == "routed":
-        record["strategy"] = opened.facts.strategy
-        if opened.facts.learned is not None:
-            record["router"] = _file_hashes(folder / opened.facts.learned)
+        record["strategy"] = opened.record.strategy
+        if opened.record.learned is not None:
+            record["router"] = _file_hashes(folder / opened.record.learned)
         return Teacher(opened, None, record)
     missing = [f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes]
     if missing:
@@ -124,16 +125,16 @@ def open_teacher(
 
 def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
-    facts, is_alone = opened.facts, len(opened.experts) == 1
-    if facts.router is None and not is_alone:
+    record, is_alone = opened.record, len(opened.experts) == 1
+    if record.router is None and not is_alone:
         raise HddmError(f"{folder}: `teacher` routed needs its router, and it has none; use `teacher` shard")
-    keeps_one = Strategy.parse(facts.strategy).keeps_one
+    keeps_one = Strategy.parse(record.strategy).keeps_one
     if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
-    chosen = strategy or ("full" if keeps_one else facts.strategy)
+    chosen = strategy or ("full" if keeps_one else record.strategy)
     with errors_as(UsageError):
-        Strategy.parse(chosen).check(len(set(domains_of(opened.entries))))
-    return replace(opened, facts=facts.model_copy(update={"strategy": chosen}))
+        Strategy.parse(chosen).check(len(set(domains_of(opened.experts))))
+    return replace(opened, record=record.model_copy(update={"strategy": chosen}))
 
 
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
@@ -192,7 +193,7 @@ def distill(
     initial, origin = (None, {}) if init is None else read_init(init)
     if initial is None and settings.sampling_steps is not None:
         raise UsageError("`sampling_steps`: a student of few steps begins with an expert; pass `init`")
-    start = Start() if initial is None else Start.of(initial.network, initial.facts.prediction_type)
+    start = Start() if initial is None else Start.of(initial.network, initial.record.prediction_type)
     start = replace(start, strategy=teacher.record.get("strategy"))
     recipe = resolve(DistillRecipe, settings, start, before)
     learned = _as_expert(recipe, bool(teacher.classes), teacher.takes_text)
@@ -204,10 +205,10 @@ def distill(
     if initial is None:
         network = transformer_of(recipe, record, None if texts is None else texts.null.shape[-1])
     else:
-        _check_start(f"`init` {init}", initial.facts, record)
+        _check_start(f"`init` {init}", initial.record, record)
         network = initial.network.requires_grad_(True)
-    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [initial]))]
-    added = {"shift": teacher.opened.facts.shift, "sampling_steps": recipe.sampling_steps}
+    licences = [one.record.licence for one in (*teacher.opened.experts, *filter(None, [initial]))]
+    added = {"shift": teacher.opened.record.shift, "sampling_steps": recipe.sampling_steps}
     record = record.model_copy(update=added | {"licence": joint_licence(licences)})
     conditions: dict[str, Tensor] = dict(labels)
     if teacher.expert_of_shard is not None:

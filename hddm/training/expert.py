@@ -11,18 +11,8 @@ from torch import Tensor
 
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.records import (
-    EXPERT_FILE,
-    Expert,
-    ExpertRecord,
-    ShardRecord,
-    field_of,
-    null_conditions,
-    open_expert,
-    save_expert,
-    unread_as,
-    weights_in,
-)
+from hddm.experts.expert import Expert, field_of, null_conditions, open_expert, save_expert, unread_as
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, ShardRecord, weights_in
 from hddm.networks.families.expert import EXPERT
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard
@@ -107,10 +97,10 @@ def saving(
     def write(draft: Path, fitted: Fitted) -> None:
         network = expert.network.requires_grad_(False)
         training = fitted.record(recipe, origin)
-        facts = expert.facts.model_copy(update={"training": training})
+        record = expert.record.model_copy(update={"training": training})
         weak = unread_as(network, fitted.state.weak) if fitted.state.weak else None
-        trained = replace(expert, facts=facts, weak=weak)
-        if trained.calibration is None and facts.sampling_steps is None:
+        trained = replace(expert, record=record, weak=weak)
+        if trained.calibration is None and record.sampling_steps is None:
             with placed(network, fitted.device):
                 field = field_of(trained, fitted.device)
                 trained = replace(trained, calibration=fit_on_shard(shard, field, conditions, recipe.seed))

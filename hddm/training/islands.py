@@ -9,7 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
-from hddm.experts.records import EXPERT_FILE, open_expert
+from hddm.experts.expert import open_expert
+from hddm.experts.records import EXPERT_FILE
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
 from hddm.training.loop import OnTrainingStep, summary_of

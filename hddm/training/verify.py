@@ -15,17 +15,10 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import START
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_record, whole_components
+from hddm.experts.expert import Expert, field_of, open_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
-from hddm.experts.records import (
-    EXPERT_FILE,
-    ROUTER_FILE,
-    Expert,
-    ExpertRecord,
-    field_of,
-    foreign_files,
-    open_expert,
-)
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
 from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
@@ -40,7 +33,7 @@ def problems_around(folder: Path) -> list[str]:
     """List what is wrong with an ensemble besides its experts; nothing for any other folder."""
     if not (folder / ENSEMBLE_FILE).exists():
         return []
-    record, found = read_ensemble_facts(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
+    record, found = read_ensemble_record(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
     if (router := record.learned) is not None:
         found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
@@ -108,7 +101,7 @@ def verify_expert(
     try:
         unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
         whole_components(folder)
-        record = unread.facts
+        record = unread.record
         with errors_as(UsageError):
             found.notes += [] if shard is None else _check_images(shard, unread)
         found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
@@ -168,13 +161,13 @@ def _provenance(record: ExpertRecord) -> list[str]:
 def _check_images(shard: Shard, expert: Expert) -> list[str]:
     """Notes on images of the expert's shard; refuse images of another shard, or a single one."""
     why = "`data` judges velocities, but a student of few steps predicts means over steps; leave it out"
-    expert.facts.refuse_student(expert.name, why)
+    expert.record.refuse_student(expert.name, why)
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
-    check_fit(shard, expert.facts, expert.network)
-    if expert.facts.shard is None:
+    check_fit(shard, expert.record, expert.network)
+    if expert.record.shard is None:
         return [f"{shard.folder}: the expert does not record whether it was trained on such images"]
-    check_own(shard, expert.facts)
+    check_own(shard, expert.record)
     if shard.held_out_of is None:
         text = "the expert was trained on these images; hddm partition --held-out keeps some"
         return [f"{shard.folder}: {text}"]
@@ -194,14 +187,14 @@ def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shar
     rows = evenly_spaced(shard, IMAGES)
     given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     alone = copy.copy(field)
-    if not expert.facts.training_calibration:
+    if not expert.record.training_calibration:
         alone.calibration = None
     errors = denoising(field, images, given, seed, alone)
     found.images, found.denoising = len(rows), errors
     is_calibrated = expert.calibration is not None
     problems = _objections(errors, len(rows), is_calibrated)
     worse = [level for level in errors.late if not level.expert <= level.zero]
-    if worse and not expert.facts.training_calibration:
+    if worse and not expert.record.training_calibration:
         bare = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
         worse = [level for level in worse if not level.expert <= bare[level.t]]
     if worse:

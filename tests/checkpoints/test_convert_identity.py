@@ -15,7 +15,7 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.data.shards import MEAN, Rows, Samples, Shard
 from hddm.experts.assembly import assemble
-from hddm.experts.records import NULL_FILE, read_facts
+from hddm.experts.records import NULL_FILE, read_expert_record
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, text_encoder_facts
 from hddm.networks.vae import vae_facts
@@ -192,7 +192,7 @@ def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_rea
     source, expert = _text_pipeline(tmp_path / "sd"), tmp_path / "expert"
     edit_json(source / "vae" / "config.json", _class_name="VQModel")
     write(plan_conversion(source, Conversion()), expert, check=False)
-    record = read_facts(expert)
+    record = read_expert_record(expert)
     assert record.unread_vae is not None
     write_vae(tmp_path / "other", seed=1)
     other, latents = vae_facts(tmp_path / "other"), torch.zeros(2, *record.sample_shape)
@@ -213,4 +213,4 @@ def test_a_folder_of_format_1_5_opens_without_these_fields(tmp_path: Path) -> No
     del facts["unread_vae"], facts["source"]["prediction_source"]
     (expert / "expert.json").write_text(json.dumps(facts))
     write_manifest(expert)
-    assert read_facts(expert).latent_space == vae_facts(tmp_path / "sd" / "vae")
+    assert read_expert_record(expert).latent_space == vae_facts(tmp_path / "sd" / "vae")

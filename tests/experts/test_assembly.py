@@ -11,6 +11,7 @@ import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_model_index
+from hddm.experts.expert import field_of
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.text_encoder import text_encoder_facts
@@ -22,7 +23,7 @@ from tests.artefacts import contents, copied, edit_json, refusal, variant
 from tests.checkpoint_files import facts_of
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
-from tests.ensemble_files import FLOW, derived, edit_members, load_ensemble
+from tests.ensemble_files import FLOW, derived, edit_members, flow_expert, load_ensemble, saved
 
 VAE = {"kind": "AutoencoderKL", "fingerprint": "a" * 16, "scale": 0.18215, "shift": 0.0}
 TEXT = {"kind": "CLIPTextModel", "fingerprint": "b" * 16, "tokens": 77, "width": 16}
@@ -34,6 +35,19 @@ def all_three(trio: Trio) -> Path:
     out = trio.shards.parent / "all"
     assert assemble(trio.experts, out, trio.router, strategy="full") == ()
     return out
+
+
+def test_folders_and_fields_are_refused_by_one_rule(tmp_path: Path) -> None:
+    made = [flow_expert(0), flow_expert(1, sample_size=8), flow_expert(2, {"noise_range": (0.5, 1)})]
+    folders = [saved(tmp_path / str(k), one) for k, one in enumerate(made)]
+    of_folders = _refusal(folders, tmp_path / "out", "moments", strategy="full")
+    fields = [field_of(one) for one in made]
+    with pytest.raises(HddmError, match="these experts do not fit together") as caught:
+        hddm.Ensemble(fields, strategy="full")
+    assert len(caught.value.details) == 2
+    for line in caught.value.details:
+        _, _, text = line.partition(": ")
+        assert any(text in other for other in of_folders)
 
 
 def _refusal(*arguments: Any, **options: Any) -> list[str]:

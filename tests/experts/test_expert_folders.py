@@ -14,18 +14,17 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import to_unit_range
 from hddm.experts.assembly import assemble
-from hddm.experts.records import (
-    WEAK_FILE,
+from hddm.experts.ensemble_folders import Member
+from hddm.experts.expert import (
     Expert,
     field_of,
     null_conditions,
     open_expert,
-    read_facts,
-    read_router,
+    read_experts,
     save_expert,
-    save_router,
     unread_as,
 )
+from hddm.experts.records import WEAK_FILE, read_expert_record, read_router, save_router
 from hddm.guidance import Guidance
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
@@ -45,6 +44,16 @@ SCHEDULES: dict[str, Schedule] = {
     "cosine": CosineSchedule(),
     "discrete": from_diffusers({"beta_schedule": "scaled_linear"}),
 }
+
+
+def test_the_record_of_an_expert_is_read_without_its_network(tmp_path: Path) -> None:
+    made = new_expert(1, num_classes=3)
+    save_expert(tmp_path, made)
+    (tmp_path / "config.json").unlink()
+    (read,) = read_experts([tmp_path], [Member(folder="", classes=("x", "y", "z"))])
+    assert (read.record, read.opened, read.name) == (made.record, None, str(tmp_path))
+    assert (made.classes, read.classes) == (made.record.classes, ("x", "y", "z"))
+    assert "config.json" in refusal(open_expert, tmp_path)
 
 
 @torch.no_grad()
@@ -87,7 +96,7 @@ def test_a_loaded_expert_has_the_velocity_that_was_saved(
         assert v.isfinite().all()
     assert torch.equal(after.velocity(X, TIMES), before.velocity(X, TIMES))
     assert (after.classes, after.sample_shape) == (("a", "b", "c"), SHAPE)
-    assert open_expert(tmp_path).read().facts == expert.facts
+    assert open_expert(tmp_path).read().record == expert.record
 
 
 def test_a_loaded_router_has_the_logits_that_were_saved(tmp_path: Path) -> None:
@@ -134,7 +143,7 @@ def test_what_loading_and_sampling_return_is_shown_in_a_short_line(flow_expert: 
 def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "model.safetensors"
     checkpoint.write_bytes(b"")
-    readers = (hddm.load, hddm.HDDMPipeline.from_pretrained, read_facts)
+    readers = (hddm.load, hddm.HDDMPipeline.from_pretrained, read_expert_record)
     for read in readers:
         message = refusal(read, checkpoint)
         assert "it is a file, and a model is a folder" in message

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
+from hddm.experts.expert import Expert, open_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS, adapter_of
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, open_expert
+from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
@@ -94,7 +95,7 @@ def test_the_merged_network_is_that_of_peft(expert: Expert, given: dict[str, Ten
     base = write_base(tmp_path / "base", expert)
     folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
     mine, network = open_expert(folder).read(), open_expert(base).read().network
-    x, t = states(mine.facts.sample_shape)
+    x, t = states(mine.record.sample_shape)
     found, plain = (known_family(one).call(one, x, 1000 * t, given) for one in (mine.network, network))
     of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
     expected = known_family(of_peft).call(of_peft, x, 1000 * t, given)

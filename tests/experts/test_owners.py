@@ -13,7 +13,7 @@ import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
 from hddm.experts.assembly import assemble, change
-from hddm.experts.compatibility import read_classes
+from hddm.experts.decisions import read_classes
 from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
 from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import MomentsRouter

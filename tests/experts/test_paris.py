@@ -97,7 +97,7 @@ def test_sizes_come_from_shapes_and_the_record_is_that_of_the_release(release: P
         (network.network.config, {"num_experts": 3, "in_channels": 4, "patch_size": 2, **ROUTER}),
     ):
         assert {key: config[key] for key in sizes} == sizes
-    record = experts[2].facts
+    record = experts[2].record
     assert (record.schedule, record.time_scale, record.shift) == ({"name": "linear"}, 1000.0, 1.0)
     assert (record.sample_shape, record.latent_scale) == ((4, 8, 8), 0.18215)
     assert (router_record.time_scale, router_record.shard_hashes) == (1000.0, ())
@@ -122,14 +122,14 @@ def test_what_lies_beside_the_experts_is_in_their_record(release: Path) -> None:
     path.write_text(path.read_text().replace('"shift": 1.0', '"shift": 3.0'))
     write_vae(release / "vae")
     write_clip(release, width=TEXT)
-    record = paris_experts(release)[0].facts
+    record = paris_experts(release)[0].record
     assert record.shift == 3.0
     assert record.vae
     assert record.text_encoder
     assert (record.vae.kind, record.vae.scale) == ("AutoencoderKL", 0.18215)
     assert (record.text_encoder.tokens, record.text_encoder.width) == (77, TEXT)
     shutil.rmtree(release / "scheduler")
-    record = paris_experts(release)[0].facts
+    record = paris_experts(release)[0].record
     assert (record.shift, record.schedule_source) == (1.0, "arXiv:2510.03434")
 
 

@@ -289,8 +289,10 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
         alone = HDDMPipeline.from_pretrained(tmp_path / ("small" if image.width == 4 else "large"))
         assert image.tobytes() == alone(seed=5, start=i, num_inference_steps=3).images[0].tobytes()
     ensemble = load_ensemble(both)
-    assert "several kinds (expert 0 (3, 4, 4), expert 1 (3, 8, 8))" in refusal(hddm.sample, ensemble, 2)
-    with pytest.raises(HddmError, match="top-1 mixes samples of one kind"):
+    assert "several kinds (expert 1: sample_shape (3, 8, 8), not (3, 4, 4))" in refusal(
+        hddm.sample, ensemble, 2
+    )
+    with pytest.raises(HddmError, match="strategy 'top-1': these experts do not fit together:"):
         ensemble.strategy = "top-1"
     assert hddm.sample(ensemble, 2, steps=2, expert=1).shape == (2, 3, 8, 8)
     message = refusal(assemble, sizes, tmp_path / "no", "moments", strategy="top-1")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Part
+from hddm.parts import Numbers
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -222,14 +223,20 @@ def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
 def test_experts_of_unlike_samples_are_for_draw_only() -> None:
     fields = [ConditionSum().field() for _ in range(2)]
     fields[0].sample_shape, fields[1].sample_shape = (1, 8, 8), (3, 8, 8)
-    with pytest.raises(HddmError, match=r"differ: expert 0 \(1, 8, 8\), expert 1 \(3, 8, 8\)") as caught:
+    different = r"expert 1: sample_shape \(3, 8, 8\), not \(1, 8, 8\); so it can be drawn"
+    with pytest.raises(HddmError, match=different):
         Ensemble(fields, strategy="top-1")
-    assert "or strategy 'draw'" in caught.value.message
     made_for_draw = Ensemble(fields, strategy="draw")
-    with pytest.raises(HddmError, match="full mixes samples of one kind"):
+    with pytest.raises(HddmError, match="strategy 'full': these experts do not fit together:"):
         made_for_draw.strategy = "full"
     fields[0].sample_shape = None
     Ensemble(fields, strategy="top-1")
+
+
+def test_vaes_and_text_encoders_are_numbered_as_they_first_appear() -> None:
+    assert Numbers.of_vaes([None, "a", "b", "a"]) == Numbers(("a", "b"), (-1, 0, 1, 0))
+    assert Numbers.of_vaes([None, None]) == Numbers((), (0, 0))
+    assert Numbers.of_text_encoders([None, "a", "b", "a"]) == Numbers(("a", "b"), (0, 0, 1, 0))
 
 
 # Images of four classes in four shards; their sums are in the proportions of PRIOR.

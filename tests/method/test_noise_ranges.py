@@ -160,11 +160,19 @@ def test_a_noise_range_is_a_part_of_t_that_the_schedule_reaches(part: tuple[floa
 @pytest.mark.parametrize(
     ("ranges", "domains", "words"),
     [
-        ([(0.5, 1), (0, 0.5)], None, "expert 0: t in 0:0.5 is missing"),
-        ([(0, 1), (0, 0.5)], None, "expert 1: t in 0.5:1 is missing"),
-        ([(0.5, 1), (0, 0.4)], [0, 0], "expert 0 and 1: t in 0.4:0.5 is missing"),
-        ([(0.5, 1), (0, 1), (0, 0.6)], [0, 1, 0], "expert 0 and 2: t in 0.5:0.6 is double"),
-        ([(0, 1), (0, 1)], [0, 0], "expert 0 and 1: t in 0:1 is double"),
+        ([(0.5, 1), (0, 0.5)], None, "expert 0: for t in 0.5:1, so that t in 0:0.5 is missing"),
+        ([(0, 1), (0, 0.5)], None, "expert 1: for t in 0:0.5, so that t in 0.5:1 is missing"),
+        (
+            [(0.5, 1), (0, 0.4)],
+            [0, 0],
+            "expert 0 and expert 1: for t in 0.5:1 and 0:0.4, so that t in 0.4:0.5 is missing",
+        ),
+        (
+            [(0.5, 1), (0, 1), (0, 0.6)],
+            [0, 1, 0],
+            "so that t in 0.5:0.6 is double; experts of one domain cover [0, 1] once",
+        ),
+        ([(0, 1), (0, 1)], [0, 0], "expert 0 and expert 1: for t in 0:1 and 0:1, so that t in 0:1 is double"),
     ],
     ids=str,
 )
@@ -173,6 +181,16 @@ def test_a_domain_covers_t_once(
 ) -> None:
     experts = [ConditionSum().field(noise_range=part) for part in ranges]
     assert words in refusal(Ensemble, in_parts(experts, domains), strategy="draw")
+
+
+def test_all_that_keeps_experts_apart_is_told_at_once() -> None:
+    experts = [ConditionSum().field(noise_range=part) for part in [(0, 1), (0, 1), (0, 0.5)]]
+    experts[1].sample_shape, experts[0].sample_shape = (3, 8, 8), (1, 8, 8)
+    experts[2].sampling_steps = 2
+    told = refusal(Ensemble, experts, strategy="full")
+    assert "expert 1: sample_shape (3, 8, 8), not (1, 8, 8)" in told
+    assert "expert 2: is a student of few steps" in told
+    assert "for t in 0:0.5, so that t in 0.5:1 is missing" in told
 
 
 def test_either_of_a_pair_stands_for_both() -> None:

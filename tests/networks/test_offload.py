@@ -13,8 +13,8 @@ from torch import Tensor
 
 import hddm
 from hddm.ensemble import Ensemble
+from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import Expert
 from hddm.guidance import Guidance
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.pipelines.pipeline import HDDMPipeline

@@ -45,7 +45,7 @@ def test_components_make_the_same_pipeline(folder: Path) -> None:
     for pipe in (in_memory, load_pipeline(folder, experts=[2, 0])):
         again = HDDMPipeline(**pipe.components)
         assert torch.equal(_images(again), _images(pipe))
-        assert again.facts == pipe.facts
+        assert again.record == pipe.record
         # As it was set, and not as it was read.
         pipe.ensemble.strategy = "top-2"
         again = HDDMPipeline(**pipe.components)

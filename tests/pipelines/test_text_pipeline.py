@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm
+from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import Expert
 from hddm.guidance import Guidance
 from hddm.pipelines.parts import Offloading
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -125,7 +125,7 @@ def test_embeddings_stand_for_prompts(pipe: HDDMPipeline, by_hand: ByHand) -> No
     plain = pipe(PROMPTS, **GUIDED).images
     embedded = {"conditions": {TEXT: text}, "negative_conditions": {TEXT: none}}
     _close(pipe(**embedded, **GUIDED).images, plain)
-    without = HDDMPipeline(pipe.experts, pipe.scheduler, pipe.router, pipe.vae, facts=pipe.facts)
+    without = HDDMPipeline(pipe.experts, pipe.scheduler, pipe.router, pipe.vae, record=pipe.record)
     without.set_progress_bar_config(disable=True)
     _close(without(**embedded, **GUIDED).images, plain)
     # Without a negative one, what the experts record as no text: zeros.
@@ -177,7 +177,7 @@ def test_contradicting_prompts_are_refused(pipe: HDDMPipeline, given: dict[str, 
 
 
 def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) -> None:
-    experts = [hddm.experts.records.Expert(one.network, one.facts, None) for one in text_experts()]
+    experts = [Expert(one.network, one.record, None) for one in text_experts()]
     bare = load_pipeline(write_ensemble(tmp_path, experts))
     text = torch.randn(1, 77, 16, generator=torch.Generator().manual_seed(0))
     options = {"seed": 0, "num_inference_steps": 2, "output_type": "latent", "guidance_scale": 2.0}
@@ -192,7 +192,7 @@ def test_a_missing_text_is_refused_before_the_first_step(tmp_path: Path, hddm: C
     latents = {"space": "latents", "latent_scale": None}
     by_class = flow_expert(0, latents, in_channels=4, num_classes=3)
     by_text = text_experts(1)[0]
-    bare = Expert(by_text.network, by_text.facts, None)
+    bare = Expert(by_text.network, by_text.record, None)
     both = write_ensemble(tmp_path, [by_class, bare], "draw")
     options = ("--num-images", 12, "--steps", 1, "--output-type", "latent", "--out", tmp_path / "out")
     code, out, error = hddm("sample", both, *options)

@@ -12,7 +12,8 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, calibration_record
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.records import WEAK_FILE, open_expert
+from hddm.experts.expert import open_expert
+from hddm.experts.records import WEAK_FILE
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import calibrate, native_conditions, native_samples, native_times, recalibrate
 from hddm.training.expert import new_network
@@ -167,7 +168,7 @@ def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     (whole / "experts" / "notes.txt").write_text("mine")
     expert = whole / "experts" / "0"
     before = contents(whole)
-    record = open_expert(expert).facts
+    record = open_expert(expert).record
     old = Calibration.load(expert)
     assert old is not None
     new = replace(old, weights=old.weights / 2)

@@ -13,7 +13,7 @@ import hddm
 from hddm.data.shards import NO_CAPTION, Rows, TokenStore
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
-from hddm.experts.records import save_expert
+from hddm.experts.expert import save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Seeded
@@ -174,9 +174,9 @@ def test_what_students_cannot_do_is_refused() -> None:
     for solver in ("adams-moulton", heun):
         with pytest.raises(HddmError, match=r"`solver` (heun|adams-moulton): a student"):
             integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver=solver)
-    told = "expert 0: students of few steps and other experts"
+    told = "expert 0: is a student of few steps; it can be drawn, and only among students"
     assert told in refusal(Ensemble, [_student(2), other], strategy="draw")
-    assert "full mixes velocities at a time" in refusal(Ensemble, [_student(2), _student(2)], strategy="full")
+    assert told in refusal(Ensemble, [_student(2), _student(2)], strategy="full")
     recipe = resolve(DistillRecipe, DistillSettings(steps=1, sampling_steps=1))
     flow = (MeanFlow, lambda device: _teacher(), PredictionType.EPSILON, recipe, SHAPE, {})
     assert "cannot predict noise" in refusal(*flow)

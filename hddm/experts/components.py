@@ -1,0 +1,201 @@
+"""The VAEs, text encoders and tokenizers of an ensemble: which of those at hand its experts get.
+
+Each one is stored once, by its number (`hddm.experts.parts.numbers_of`): the first are called ``vae`` and
+``text_encoder``, second ones ``vae_2`` and ``text_encoder_2``.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
+from hddm.experts.expert import Expert, experts_in, with_decisions
+from hddm.experts.parts import numbers_of, topics_of, vaes_of
+from hddm.fit import Findings
+from hddm.networks.families import families
+from hddm.networks.identity import TextEncoderRecord, UnreadVae
+from hddm.networks.prompts import several_in, texts_facts
+from hddm.networks.vae import read_config, vae_facts
+from hddm.prompt_router import Topic
+from hddm.utils.errors import UsageError, an
+from hddm.utils.files import inside
+
+_LATENT_CHANNELS = 4
+"""Default of the class, for configs that leave it out."""
+
+
+class _TextEncoder(NamedTuple):
+    """A text encoder that experts may use, with its tokenizer, and what it is."""
+
+    folder: Path
+    tokenizer: Path | None
+    record: TextEncoderRecord
+
+
+def components_of(expert: Path) -> dict[str, Path]:
+    """`kept_components`, and what the ensemble that holds the expert has for it."""
+    found = kept_components(expert)
+    if (held := held_by(expert)) is None:
+        return found
+    whole, record, k = held
+    experts = experts_in(whole, record)
+    for name in KEPT:
+        number = numbers_of(experts, name).of[k]
+        place = inside(whole, numbered(name, number))
+        if number >= 0 and place.is_dir():
+            found.setdefault(name, place)
+    return found
+
+
+def arrange(
+    experts: Sequence[Expert], given: Mapping[str, Path], own: Mapping[str, Path], stay: int, found: Findings
+) -> tuple[dict[str, Path], list[Expert]]:
+    """Choose components by name: of those ``given``, of the ensemble's ``own``, and of what experts keep.
+
+    The first ``stay`` experts are the ensemble's.
+    An expert that records its VAE or text encoder gets that one. An expert that does not gets what it keeps
+    itself, else what is given, else what it was taken to have, else the first; the returned experts say so.
+    Differences and notes go into ``found``.
+    """
+    # What the ensemble has for an expert that stays may be replaced by what is given.
+    kept = [kept_components(one.place) for one in experts[:stay]]
+    kept += [components_of(one.place) for one in experts[stay:]]
+    vaes = _arrange_vaes(experts, given, own, kept, found)
+    encoders, experts = _arrange_texts(experts, given, own, kept, found)
+    components = vaes | encoders
+    for name in sorted(components.keys() - set(COMPONENTS)):
+        found.differ(str(components[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored")
+    return components, experts
+
+
+def _arrange_vaes(
+    experts: Sequence[Expert],
+    given: Mapping[str, Path],
+    own: Mapping[str, Path],
+    kept: Sequence[Mapping[str, Path]],
+    found: Findings,
+) -> dict[str, Path]:
+    spaces, named = vaes_of(experts), given.get("vae")
+    groups = numbers_of(experts, "vae").distinct
+    known = [folder for name, folder in own.items() if name.startswith("vae")]
+    known += [one["vae"] for one in kept if "vae" in one]
+    known = known if named is None else [named, *known]
+    vaes = dict[str, Path]()
+    for number, space in enumerate(groups):
+        chosen = next((folder for folder in known if _is_of(space, folder)), None)
+        if len(groups) == 1 and known and (chosen is None or named is not None):
+            chosen = known[0]
+        if chosen is not None:
+            of = [one for one, its in zip(experts, spaces, strict=True) if its == space]
+            _compare_vae(of, chosen, found)
+            vaes[numbered("vae", number)] = chosen
+    if named is not None and named not in vaes.values():
+        found.differ(str(named), "is the VAE of none of these experts; leave it out")
+    return vaes
+
+
+def _is_of(space: Hashable, folder: Path) -> bool:
+    """True for the VAE of latents of this identity, or one that could be it."""
+    vae = vae_facts(folder)
+    return space.misfit(vae) is None if isinstance(space, UnreadVae) else vae == space
+
+
+def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> None:
+    """Compare a VAE with what experts of its latents record."""
+    vae, name = vae_facts(folder), str(folder)
+    channels = read_config(folder).get("latent_channels", _LATENT_CHANNELS)
+    for one in experts:
+        record = one.record
+        if channels != record.sample_shape[0]:
+            found.differ(name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}")
+        unread = record.unread_vae
+        if unread is not None:
+            misfit = unread.misfit(vae)
+            if misfit is not None:
+                remedy = "convert it anew beside a VAE of its own that can be read"
+                found.differ(name, f"{misfit}, but {one.name} has an {unread}; {remedy}")
+            elif unread.fingerprint != vae.fingerprint:
+                found.note(f"{one.name} has an {unread}; {name} is taken on trust")
+        elif record.vae is None:
+            found.note(f"{one.name} does not record its VAE; taken on trust")
+            if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
+                found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")
+        elif record.vae.kind != vae.kind:
+            # A distilled VAE of the same latents has other weights and another scale of its own.
+            kinds = f"{name} is {an(vae.kind)}, and {one.name} records {an(record.vae.kind)}"
+            found.note(f"{kinds}; taken on trust")
+        else:
+            for key in ("fingerprint", "scale", "shift"):
+                mine, theirs = getattr(vae, key), getattr(record.vae, key)
+                if mine != theirs:
+                    found.differ(name, f"{key} {mine}, and {one.name} records {theirs}")
+
+
+def _arrange_texts(
+    experts: Sequence[Expert],
+    given: Mapping[str, Path],
+    own: Mapping[str, Path],
+    kept: Sequence[Mapping[str, Path]],
+    found: Findings,
+) -> tuple[dict[str, Path], list[Expert]]:
+    is_whole = "text_encoder" in given and several_in(given["text_encoder"]) is not None
+    if not is_whole and ("text_encoder" in given) != ("tokenizer" in given):
+        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
+    named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
+    owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
+    known = [one for one in (named, *owned, *mine) if one is not None]
+    by_record = {one.record: one for one in reversed(known)}
+    takers = [k for k, one in enumerate(experts) if one.record.takes_text]
+    silent = [k for k in takers if experts[k].record.text_encoder is None]
+    taken = [one.member.text_encoder for one in experts]
+    for k in silent:
+        name, trusted = experts[k].name, taken[k]
+        reader = mine[k] or named
+        if reader is None and trusted is not None:
+            reader = by_record.get(trusted)
+        elif reader is None and known:
+            reader = known[0]
+        if reader is not None or trusted is not None or len(silent) < len(takers):
+            found.note(f"{name} does not record its text encoder; taken on trust")
+        if reader is not None:
+            _compare_width(experts[k], reader, found)
+            taken[k] = reader.record
+    experts = with_decisions(experts, text_encoder=taken)
+    if len(takers) > 1 and not known and len(silent) == len(takers):
+        found.note("no expert records its text encoder; that all share one is taken on trust")
+    order = list(numbers_of(experts, "text_encoder").distinct)
+    topics = topics_of([replace(one, topic=Topic.load(one.place)) for one in experts], found)
+    if topics is not None:
+        readers = [one.record for one in known if one.record.fingerprint == topics.fingerprint]
+        if not readers:
+            found.note("prompts are routed by p(k): the topics' text encoder is missing (`text_encoder`)")
+        elif readers[0] not in order:
+            order.append(readers[0])
+    encoders = {}
+    for number, identity in enumerate(order):
+        if isinstance(identity, TextEncoderRecord) and identity in by_record:
+            chosen = by_record[identity]
+            encoders[numbered("text_encoder", number)] = chosen.folder
+            if chosen.tokenizer is not None:
+                encoders[numbered("tokenizer", number)] = chosen.tokenizer
+    if named is not None and named.folder not in encoders.values():
+        found.differ(str(named.folder), "is the text encoder of none of these experts; leave it out")
+    return encoders, experts
+
+
+def _compare_width(expert: Expert, encoder: _TextEncoder, found: Findings) -> None:
+    """Compare the width of a text encoder's tokens with what an expert's network takes."""
+    config = read_config(expert.place)
+    width = families()[config["_class_name"]].text_width(config)
+    if width not in (None, encoder.record.width):
+        tokens = f"tokens {encoder.record.width} wide"
+        found.differ(str(encoder.folder), f"{tokens}, and {expert.name} takes {width}")
+
+
+def _text_encoder(components: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
+    folder = components.get(numbered("text_encoder", number))
+    tokenizer = components.get(numbered("tokenizer", number))
+    if folder is None or (tokenizer is None and several_in(folder) is None):
+        return None
+    return _TextEncoder(folder, tokenizer, texts_facts(folder, tokenizer))
