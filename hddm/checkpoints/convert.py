@@ -41,8 +41,7 @@ from hddm.experts.records import (
     read_nulls,
     write_records,
 )
-from hddm.networks.families import known_family
-from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
+from hddm.networks.folders import WEIGHTS, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
@@ -174,16 +173,15 @@ def write(
 
 def write_network(folder: Path, built: Built) -> None:
     """Write ``config.json`` and the weights, one tensor at a time."""
-    network = empty_network(built.network, built.arguments, len(built.tensors), str(folder))
-    config = {key: value for key, value in network.config.items() if not key.startswith("_")}
-    names = {"_class_name": built.network.__name__, "_diffusers_version": diffusers.__version__}
+    config = {key: value for key, value in built.network.config.items() if not key.startswith("_")}
+    names = {"_class_name": type(built.network).__name__, "_diffusers_version": diffusers.__version__}
     write_json(folder / "config.json", names | json.loads(json.dumps(config)))
     with Progress(len(built.tensors), "write the weights") as progress:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
 
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
-    source, network = plan.source, plan.built.network.__name__
+    source, network = plan.source, plan.source.class_name
     try:
         found = _compare(plan, source.forward() if source.forward else _class_forward(source), draft)
     except HddmError:
@@ -226,12 +224,11 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
 
 
 def _class_forward(source: Checkpoint) -> Forward:
-    """Run the source's network class, with the source's weights renamed to fit."""
+    """Run the source's network, with the source's weights renamed to fit."""
     origin = str(source.files[0])
     weights = source.table.renamed(source.weights, origin)
-    network = empty_network(source.network, source.arguments, len(weights), origin)
-    fill(network, weights, source.arguments, origin)
-    return functools.partial(known_family(network).call, network)
+    fill(source.network, weights, source.arguments, origin)
+    return functools.partial(source.family.call, source.network)
 
 
 class _InFloat32(TorchFunctionMode):
@@ -252,7 +249,7 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
     """Compare the raw outputs and the velocity of the network in ``draft`` with the source's own network."""
     written, outputs, config = _as_written(draft)
     known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
-    family, conventions = known_family(plan.built.network), plan.conventions
+    family, conventions = plan.source.family, plan.conventions
     noise = generator(0, Use.CONVERSION_CONDITIONS)
     conditions = {}
     for name in known:
@@ -272,7 +269,7 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
     timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
     given = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
     # Only the written network takes text that was added.
-    is_added = plan.built.arguments.get("text_dim") != plan.source.arguments.get("text_dim")
+    is_added = plan.built.network is not plan.source.network
     shared = given.keys() - ({TEXT} if is_added else set())
     now = torch.tensor(times, dtype=torch.float64)
     # Small states all at once, so that a large network is read from memory once.

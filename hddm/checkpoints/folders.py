@@ -109,8 +109,8 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
     path, index = folder / "config.json", _index(above)
-    network, arguments = parse_config(read_config(folder), of_families(layouts().values()), str(path))
-    family = known_family(network)
+    kind, arguments = parse_config(read_config(folder), of_families(layouts().values()), str(path))
+    family = known_family(kind)
     side, stated = reading.sample_size, arguments.get("sample_size")
     if family.states_size and side is not None and stated != [side, side]:
         if stated not in (None, side):
@@ -141,6 +141,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     )
     _refuse_other_family(index.get("scheduler"), declared, above)
     text = PipelineText(above, reading.variant)
+    network = empty_network(kind, arguments, len(weights), str(files[0]))
     return Checkpoint(
         path=folder,
         layout=family.layout,
@@ -148,7 +149,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         weights=weights,
         network=network,
         arguments=arguments,
-        table=_own_table(network, arguments, weights, str(files[0])),
+        table=_own_table(network, weights),
         declared=declared,
         sets=tuple(sets),
         chosen=chosen,
@@ -179,9 +180,9 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
         layout=LAYOUT,
         files=files,
         weights=weights,
-        network=type(network),
+        network=network,
         arguments=arguments,
-        table=_own_table(type(network), arguments, weights, str(files[0])),
+        table=_own_table(network, weights),
         declared=Declared(
             record.schedule,
             str(folder / EXPERT_FILE),
@@ -200,13 +201,11 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     )
 
 
-def _own_table(
-    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
-) -> KeyTable:
-    """Map names in a file of ``kind`` to those of the class; they differ only where older names remain."""
-    names = empty_network(kind, arguments, len(weights), origin).state_dict()
+def _own_table(network: ModelMixin, weights: Weights) -> KeyTable:
+    """Map names in a file to those of its own class; they differ only where older names remain."""
+    names = network.state_dict()
     pairs = [same(old, name) for name, old in stored_names(names, weights).items()]
-    computed = [name for name in known_family(kind).computed if name not in names]
+    computed = [name for name in known_family(network).computed if name not in names]
     return KeyTable(pairs, dict.fromkeys(computed, "computed anew"))
 
 

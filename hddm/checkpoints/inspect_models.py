@@ -23,8 +23,7 @@ from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
-from hddm.networks.families import known_family
-from hddm.networks.folders import WEIGHTS, empty_network
+from hddm.networks.folders import WEIGHTS
 from hddm.routers import Topic
 from hddm.schedules import DiscreteSchedule, Schedule, from_config
 from hddm.settings import Reading
@@ -75,20 +74,19 @@ def _lora(path: Path) -> dict[str, Any]:
 def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str, Any]:
     reading = Reading(allow_pickle=allow_pickle, variant=variant)
     source, missing = open_unstated(path, reading)
-    network, unstated = source.network.__name__, [str(one) for one in missing]
+    unstated = [str(one) for one in missing]
     arguments = dict(source.arguments)
     for one in missing:
         for key in _ARGUMENTS[one.option]:
             arguments.pop(key, None)
-    empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
-    family, shape = known_family(empty), None
+    family, config, shape = source.family, source.network.config, None
     try:
-        interface = family.interface(empty.config)
+        interface = family.interface(config)
         if "sample_size" not in [one.option for one in missing]:
             shape = list(interface.sample_shape)
     except HddmError as error:
         # Any height and width will do here: they are not part of the result.
-        interface = family.interface(empty.config, (64, 64))
+        interface = family.interface(config, (64, 64))
         unstated.append(str(error))
     notes, stated = list(source.declared.notes), dict[str, Any]()
     summary = "what its network predicts, and on which schedule, is not stated"
@@ -112,7 +110,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "kind": "checkpoint",
         "summary": summary,
         "layout": source.layout,
-        "network": network,
+        "network": source.class_name,
         "parameters": sum(tensor.numel() for tensor in source.weights.values()),
         "sample_shape": shape,
         "space": "latents" if source.declared.is_latent else "pixels",

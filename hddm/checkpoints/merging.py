@@ -27,7 +27,7 @@ from hddm.experts.records import (
     joint_licence,
     write_records,
 )
-from hddm.networks.folders import empty_network, sha256_once
+from hddm.networks.folders import sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import UsageError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk
@@ -91,7 +91,7 @@ def merge_experts(
     tensors = _averages(parts, shares)
     refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        write_network(draft, Built(parts[0].network, dict(parts[0].arguments), tensors))
+        write_network(draft, Built(parts[0].network, tensors))
         if extras:
             save_file(extras, draft / EXTRAS_FILE, {"format": "pt"})
         write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
@@ -123,11 +123,10 @@ def _compare(parts: Sequence[Checkpoint], entries: Sequence[Entry], found: Findi
 
 
 def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:
-    network = empty_network(part.network, part.arguments, len(part.weights), str(part.path))
     # Lists and tuples mean the same in a config.
-    config = json.loads(json.dumps(dict(network.config)))
+    config = json.loads(json.dumps(dict(part.network.config)))
     return {
-        "network": part.network.__name__,
+        "network": part.class_name,
         **{f"{key} of its network": value for key, value in config.items() if not key.startswith("_")},
         **record.model_dump(mode="json", include=_ALIKE),
         "null values": {name: value.tolist() for name, value in part.nulls.items()},

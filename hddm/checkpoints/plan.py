@@ -27,7 +27,6 @@ from hddm.checkpoints.sources import (
 )
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.families import known_family
 from hddm.networks.families.dit import IMAGENET_LICENCE
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Interface
@@ -49,10 +48,9 @@ _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 
 @dataclass(frozen=True)
 class Built:
-    """A network to write: class, arguments and tensors."""
+    """A network to write: its class and config, in an empty network, and its tensors."""
 
-    network: type[ModelMixin]
-    arguments: dict[str, Any]
+    network: ModelMixin
     tensors: list[Planned]
 
 
@@ -152,13 +150,11 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     """
     source, missing = open_unstated(path, conversion)
     tensors, extras = _own_tensors(source)
-    built = Built(source.network, dict(source.arguments), tensors)
+    built = Built(source.network, tensors)
     if conversion.text_dim is not None:
-        if known_family(source.network) is not EXPERT or source.arguments.get("text_dim") is not None:
+        if source.family is not EXPERT or source.arguments.get("text_dim") is not None:
             raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
-        named = {one.name: one.read() for one in tensors}
-        weights, config = add_text(named, built.arguments, conversion.text_dim)
-        built = Built(EXPERT.network, config, [as_planned(*item) for item in weights.items()])
+        built = _with_text(source, tensors, conversion.text_dim)
     # For a network whose config does not state it.
     side = conversion.sample_size
     size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
@@ -169,15 +165,14 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     assert interface is not None
     assert conventions is not None
     conventions = with_shift(conventions, source, interface)
-    if built.network is source.network:
-        extras |= source.declared.kept
+    extras |= source.declared.kept
     nulls = dict(source.nulls)
-    family = known_family(built.network)
+    family = source.family
     if family.keeps_empty_prompt and (tokens := source.text.empty_prompt()) is not None:
         nulls[TEXT] = tokens
     nulls = family.defaults(interface.conditions, interface.sample_shape) | nulls
     if TEXT in nulls and not nulls[TEXT].any():
-        nulls |= family.null_vectors(built.arguments)
+        nulls |= family.null_vectors(source.arguments)
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
 
@@ -204,17 +199,23 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     origin = str(source.files[0])
     tensors, extras = source.table.to_ours(source.weights, origin)
     tensors = [replace(one, origin=origin) for one in tensors]
-    network = empty_network(source.network, source.arguments, len(source.weights), origin)
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
-    refuse_other_tensors(network.state_dict(), found, source.files[0], source.network.__name__)
+    refuse_other_tensors(source.network.state_dict(), found, source.files[0], source.class_name)
     return tensors, extras
 
 
+def _with_text(source: Checkpoint, tensors: Sequence[Planned], text_dim: int) -> Built:
+    """The source's network with attention to text, which makes it another network."""
+    named = {one.name: one.read() for one in tensors}
+    weights, config = add_text(named, source.arguments, text_dim)
+    network = empty_network(EXPERT.network, config, len(weights), str(source.path))
+    return Built(network, [as_planned(*item) for item in weights.items()])
+
+
 def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
-    # The network's config has the defaults of its class besides the arguments.
-    network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
     try:
-        return known_family(built.network).interface(network.config, size)
+        # The network's config has the defaults of its class besides the arguments.
+        return source.family.interface(built.network.config, size)
     except Unstated as error:
         raise Unstated(source.path, f"{error.origin} {error.text}", error.option) from error
     except HddmError as error:
@@ -291,7 +292,7 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         + (f"{record.latent_scale:g}" if record.latent_scale is not None else "not stated"),
         f"conditions: {', '.join(record.conditions) or 'none'}"
         + (f" (null class {record.null_class})" if record.null_class is not None else ""),
-        f"network: {plan.built.network.__name__}, {parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
+        f"network: {type(plan.built.network).__name__}, {parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
         f"licence: {record.licence or 'not stated by the source (`licence` records it)'}",
     ]
     if record.noise_range != WHOLE:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import Header
 from hddm.experts.records import ExpertRecord
-from hddm.networks.families import known_family
+from hddm.networks.families import Family, known_family
 from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
@@ -160,15 +160,16 @@ class Declared:
 class Checkpoint:
     """A pretrained checkpoint before conversion: tensors under the layout's names, mapped from disk.
 
-    ``network`` and ``arguments`` define the network of the same function, ``table`` maps names to it, and
-    ``forward`` builds the layout's own network, None where that is the class itself.
+    ``network`` computes the same function. It was built from ``arguments`` when the checkpoint was opened,
+    and is empty (on the meta device) until the check of a conversion fills it. ``table`` maps names to it,
+    and ``forward`` builds the layout's own network, None where that is the class itself.
     """
 
     path: Path
     layout: str
     files: tuple[Path, ...]
     weights: dict[str, Tensor]
-    network: type[ModelMixin]
+    network: ModelMixin
     arguments: Mapping[str, Any]
     table: KeyTable
     declared: Declared
@@ -188,6 +189,16 @@ class Checkpoint:
     """Of the components' weights files."""
     record: ExpertRecord | None = None
     """Of an expert folder."""
+
+    @property
+    def family(self) -> Family:
+        """The family of its network."""
+        return known_family(self.network)
+
+    @property
+    def class_name(self) -> str:
+        """The class of its network."""
+        return type(self.network).__name__
 
 
 def choose_set(sets: Mapping[WeightSet, Any], chosen: WeightSet | None, origin: str) -> WeightSet:
@@ -329,7 +340,7 @@ def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoin
         return source.record.time_scale
     if isinstance(schedule, DiscreteSchedule):
         return 1.0
-    return flow_steps(config, origin) / known_family(source.network).time_factor
+    return flow_steps(config, origin) / source.family.time_factor
 
 
 def with_shift(conventions: Conventions, source: Checkpoint, interface: Interface) -> Conventions:

@@ -19,7 +19,7 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.families import known_family, layouts
+from hddm.networks.families import layouts
 from hddm.networks.prompts import encoder_classes, index_content, several_in, zeros_in
 from hddm.networks.vae import MODEL_INDEX
 from hddm.routers import TOPIC
@@ -91,9 +91,9 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
         raise HddmError(f"{source.path}: {text}")
     is_folder = layout in layouts()
     family = layouts()[layout] if is_folder else FILE_LAYOUTS[layout].family
-    is_other = known_family(source.network) is not family
+    is_other = source.family is not family
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
-        raise HddmError(f"`to_layout` {layout}: cannot hold the {source.network.__name__} of {source.path}")
+        raise HddmError(f"`to_layout` {layout}: cannot hold the {source.class_name} of {source.path}")
     chain = record.source
     if is_folder or (chain is not None and chain.first.layout == layout):
         return
@@ -125,7 +125,7 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
     component = pipeline.network
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]
-    write_network(draft / component, Built(family.network, dict(source.arguments), tensors))
+    write_network(draft / component, Built(source.network, tensors))
     index: dict[str, object] = {
         "_class_name": pipeline.name,
         "_diffusers_version": diffusers.__version__,
