@@ -22,6 +22,7 @@ from hddm.experts.records import (
     remedy,
     without_adapter,
 )
+from hddm.networks.components import MODEL_INDEX, STEM, read_config, read_file, read_index, weights_of_variant
 from hddm.networks.families import known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,
@@ -29,22 +30,12 @@ from hddm.networks.folders import (
     of_families,
     open_network,
     parse_config,
-    read_file,
-    read_index,
     refuse_quantised,
     stored_names,
 )
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.vae import (
-    DEFAULT_SCALES,
-    MODEL_INDEX,
-    STEM,
-    identify_vae,
-    read_config,
-    scale_and_shift,
-    weights_of_variant,
-)
+from hddm.networks.vae import DEFAULT_SCALES, identify_vae, scale_and_shift
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
 from hddm.utils.documents import parse_yaml

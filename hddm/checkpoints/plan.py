@@ -27,13 +27,13 @@ from hddm.checkpoints.sources import (
 )
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
+from hddm.networks.components import MODEL_INDEX
 from hddm.networks.families.dit import IMAGENET_LICENCE
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Interface
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
-from hddm.networks.vae import MODEL_INDEX
 from hddm.settings import Conversion, Reading
 from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, Unstated, UsageError

@@ -17,8 +17,9 @@ from hddm.checkpoints.layouts import (
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
+from hddm.networks.components import read_file
 from hddm.networks.families.dit import licence_of_dit
-from hddm.networks.folders import empty_network, read_file, refuse_quantised
+from hddm.networks.folders import empty_network, refuse_quantised
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError
 

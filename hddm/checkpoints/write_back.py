@@ -19,9 +19,9 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
+from hddm.networks.components import MODEL_INDEX
 from hddm.networks.families import layouts
 from hddm.networks.prompts import encoder_classes, index_content, several_in, zeros_in
-from hddm.networks.vae import MODEL_INDEX
 from hddm.routers import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading

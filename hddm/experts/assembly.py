@@ -58,8 +58,8 @@ from hddm.experts.records import (
     read_router,
     weights_in,
 )
+from hddm.networks.components import MODEL_INDEX
 from hddm.networks.folders import sha256_once
-from hddm.networks.vae import MODEL_INDEX
 from hddm.routers import Strategy
 from hddm.settings import AssemblySettings, keywords
 from hddm.utils.errors import HddmError

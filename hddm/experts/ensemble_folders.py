@@ -26,13 +26,13 @@ from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
+from hddm.networks.components import MODEL_INDEX, read_config, read_weights
+from hddm.networks.components import STEM as VAE_STEM
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
-from hddm.networks.vae import MODEL_INDEX, read_config, read_weights
-from hddm.networks.vae import STEM as VAE_STEM
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE

@@ -29,10 +29,11 @@ from hddm.experts.compatibility import (
     with_decisions,
 )
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
+from hddm.networks.components import read_config
 from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.prompts import several_in, texts_facts
-from hddm.networks.vae import read_config, vae_facts
+from hddm.networks.vae import vae_facts
 from hddm.routers import Topic
 from hddm.utils.errors import UsageError
 from hddm.utils.files import inside

@@ -17,11 +17,11 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
+from hddm.networks.components import STEM
 from hddm.networks.families import Family, families, family_of
 from hddm.networks.families.former import renamed
 from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
-from hddm.utils.files import file_kind, identity_of, inside, read_json, sha256_of
-from hddm.utils.pickles import read_pickle
+from hddm.utils.files import identity_of, read_json, sha256_of
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
@@ -191,7 +191,7 @@ def _compute(
     network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(name), persistent=False)
 
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS = f"{STEM}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -332,43 +332,3 @@ def sha256_once(path: Path) -> str:
 
 
 _HASHES: dict[tuple[int, ...], str] = {}
-
-
-def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
-    is_safe = file_kind(path) == "safetensors"
-    return dict(read_safetensors(path)) if is_safe else read_pickle(path, allow_pickle)
-
-
-def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:
-    """Read all tensors of a ``.safetensors.index.json`` or ``.bin.index.json``, and list its shards.
-
-    Shards are read by their content; ``allow_pickle`` is as for `read_pickle`. Raises `HddmError` for a
-    broken index, a shard outside the folder (before any is opened), an unreadable shard, and any tensor on
-    which index and shards disagree.
-    """
-    weight_map: Any = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
-    for key, name in weight_map.items():
-        if not isinstance(name, str) or "/" in name:
-            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a plain file name")
-        inside(path.parent, name)
-    tensors: dict[str, Tensor] = {}
-    problems = []
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        # Messages should show the name in the folder, not the hash behind a link.
-        for key, value in read_file(path.parent / name, allow_pickle).items():
-            if not isinstance(value, Tensor):
-                problems.append(f"{name}: {key!r} is a {type(value).__name__}")
-            elif weight_map.get(key) == name:
-                tensors[key] = value
-            else:
-                stated = weight_map.get(key, "no file")
-                problems.append(f"{name} holds {key!r}, which the index gives to {stated}")
-    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
-    if problems:
-        listed = "; ".join(shown(sorted(problems), 10))
-        raise HddmError(f"{path}: does not fit its files, fetch them again: {listed}")
-    return tensors, [path.parent / name for name in names]

@@ -24,6 +24,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord
@@ -43,7 +44,6 @@ from hddm.networks.text_encoder import (
     text_encoder_class,
     text_encoder_facts,
 )
-from hddm.networks.vae import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, read_json, write_json
 

@@ -13,10 +13,10 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
+from hddm.networks.components import class_in, read_config, read_weights
 from hddm.networks.families import pipelines
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
-from hddm.networks.vae import class_in, read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite

@@ -1,7 +1,6 @@
 """The VAE of a latent expert: read strictly, identified by its encoder, decoding latents to images."""
 
 import contextlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,91 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.components import STEM, read_config, read_weights
 from hddm.networks.folders import (
     empty_network,
     fill,
     of_diffusers,
     parse_config,
-    read_index,
     refuse_other_tensors,
     stored_names,
 )
 from hddm.networks.identity import UnreadVae, VaeRecord, fingerprint
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import inside, read_json
-from hddm.utils.tensors import read_safetensors, refuse_non_finite
+from hddm.utils.tensors import refuse_non_finite
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
 
-MODEL_INDEX = "model_index.json"
-_TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
-_CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
-
-
-def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Read a component's JSON file ``name``.
-
-    Raises `HddmError` for a file that is missing, leaves the folder or names foreign code.
-    """
-    config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
-    for key in _CODE:
-        if key in config:
-            text = "which names code of its own; hddm does not run it"
-            raise HddmError(f"{folder / name}: has a key {key!r}, {text}")
-    return config
-
-
-def class_in(folder: Path) -> str | None:
-    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index.
-
-    Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
-    ``FluxPipeline``.
-    """
-    is_there = (folder / MODEL_INDEX).is_file()
-    return _TASKS.sub("", str(read_config(folder, MODEL_INDEX).get("_class_name"))) if is_there else None
-
-
-def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
-    """Name of the weights file: that of ``variant``, else ``stem.safetensors``, else the float16 copy.
-
-    Of weights in several files it is their index.
-    """
-    found = (weights_of_variant(folder, stem, kind) for kind in dict.fromkeys((variant, None, "fp16")))
-    return next(filter(None, found), None)
-
-
-def weights_of_variant(
-    folder: Path, stem: str, variant: str | None, ending: str = "safetensors"
-) -> str | None:
-    """Name of the weights file of this ``variant``, or of its index."""
-    dot = f".{variant}" if variant else ""
-    plain, index = f"{stem}{dot}.{ending}", f"{stem}.{ending}.index{dot}.json"
-    names = (plain, index, f"{plain}.index.json")
-    return next((one for one in names if _is_there(folder / one)), None)
-
-
-def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
-    """The file that `find_weights` names, and its mapped tensors.
-
-    Raises `HddmError` for a file that is missing or broken, or a link that leaves the folder.
-    """
-    name = find_weights(folder, stem, variant)
-    if name is None:
-        pickled = [path.name for path in sorted(folder.glob("*.bin"))]
-        hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
-        raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
-    if name.endswith(".json"):
-        return folder / name, read_index(folder / name)[0]
-    return folder / name, read_safetensors(inside(folder, name))
-
-
-def _is_there(path: Path) -> bool:
-    # A broken link is there, and `inside` says what is wrong with it.
-    return path.exists() or path.is_symlink()
-
-
-STEM = "diffusion_pytorch_model"
 VAE_CLASSES = of_diffusers("AutoencoderKL", "AutoencoderTiny")
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")

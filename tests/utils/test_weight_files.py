@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.networks.folders import read_index
+from hddm.networks.components import read_index
 from hddm.utils.files import file_kind, inside
 from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal
