@@ -18,13 +18,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+from hddm.condition_names import LABELS as LABELS
 from hddm.settings import GuideBy, Interval, Share
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import composed
 from hddm.utils.tensors import append_dims, sent
 
-LABELS = "class_labels"
-"""Keyword of the networks' class labels."""
 Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
 
 

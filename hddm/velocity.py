@@ -46,6 +46,8 @@ from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to
 SINGULAR_MARGIN = 1e-6
 ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
+TIME_SCALE = 1000.0
+"""Factor on native times in [0, 1] before a network that hddm trains embeds them."""
 
 
 class PredictionType(StrEnum):

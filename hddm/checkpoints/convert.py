@@ -29,6 +29,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summary_lines
 from hddm.checkpoints.sources import Checkpoint, Forward
+from hddm.condition_names import TEXT
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.records import (
@@ -41,13 +42,12 @@ from hddm.experts.records import (
     read_nulls,
     write_records,
 )
+from hddm.experts.shard_images import check_fit
+from hddm.experts.verify import warn_of_misreading
 from hddm.networks.folders import WEIGHTS, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
-from hddm.training.objectives import check_fit
-from hddm.training.settings import TEXT
-from hddm.training.verify import warn_of_misreading
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress

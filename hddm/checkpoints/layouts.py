@@ -27,9 +27,9 @@ from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights,
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Family
 from hddm.networks.families.pixart import PIXART
+from hddm.networks.sizes import SIZES
 from hddm.networks.vae import DEFAULT_SCALES
 from hddm.settings import Reading
-from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
 

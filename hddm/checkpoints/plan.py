@@ -25,6 +25,7 @@ from hddm.checkpoints.sources import (
     resolve_conventions,
     with_shift,
 )
+from hddm.condition_names import TEXT
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.components import MODEL_INDEX
@@ -35,7 +36,6 @@ from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
 from hddm.settings import Conversion, Reading
-from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, Unstated, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of

@@ -28,6 +28,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import domains_of
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, field_of, joint_licence, null_conditions
+from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
@@ -35,7 +36,7 @@ from hddm.routers import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.mean_flow import CAPTION, MeanFlow
-from hddm.training.objectives import Objective, check_fit, drawing, labels_of_shard, objective_of
+from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
     TEXT,

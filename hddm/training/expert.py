@@ -24,6 +24,7 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.families.expert import EXPERT
+from hddm.networks.sizes import size_config
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard
 from hddm.training.device import placed
@@ -39,7 +40,6 @@ from hddm.training.settings import (
     RunOptions,
     Start,
     resolve,
-    size_config,
 )
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import Samples, Shard, join_samples, open_shard
+from hddm.experts.denoising import IMAGES, SURE
 from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
+from hddm.experts.shard_images import evenly_spaced
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import temperature_at
-from hddm.training.denoising import IMAGES, SURE
 from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
 from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, run_task
-from hddm.training.objectives import TIME_SCALE, evenly_spaced
 from hddm.training.resume import recipe_before
 from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
 from hddm.training.watching import watching
@@ -32,6 +32,7 @@ from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims
+from hddm.velocity import TIME_SCALE
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ def held_out_evidence(shards: Sequence[Shard]) -> Evidence | None:
 def accuracy_of(network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence, seed: int) -> dict[str, Any]:
     """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
-    At most `hddm.training.denoising.IMAGES` images of ``evidence`` are used, spread evenly over all. Besides
+    At most `hddm.experts.denoising.IMAGES` images of ``evidence`` are used, spread evenly over all. Besides
     ``accuracy``, the record gets ``chance``, the share of the largest shard, which is the accuracy of always
     naming that; and ``deviation``, (chance (1 - chance)/images)^½, of the accuracy of so many such guesses.
     """

@@ -9,9 +9,9 @@ import pytest
 from diffusers import ModelMixin
 
 import hddm
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.checkpoints.merging import merge_experts
 from hddm.checkpoints.write_back import write_back
+from hddm.inspection.models import inspect_model
 from hddm.networks.families import families
 from tests.checkpoint_files import dit, pipeline, text_unet
 from tests.flow_models import flow_pipeline, sd3

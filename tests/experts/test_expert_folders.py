@@ -26,11 +26,11 @@ from hddm.experts.records import (
     save_router,
     unread_as,
 )
+from hddm.experts.verify import verify_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.verify import verify_expert
 from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import copied, edit_json, load_images, refusal
 from tests.ensemble_files import flow_expert as new_expert

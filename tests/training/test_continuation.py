@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, open_expert, save_expert
+from hddm.inspection.models import inspect_model
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
