@@ -19,10 +19,12 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from hddm.condition_names import LABELS as LABELS
+from hddm.networks.families import sample_settings
 from hddm.settings import GuideBy, Interval, Share
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import composed
 from hddm.utils.tensors import append_dims, sent
+from hddm.utils.tensors import within as within
 
 Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
 
@@ -106,12 +108,6 @@ class JointClasses:
         return own.where(is_class & (own >= 0), null)
 
 
-def within(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Whether each label is a class in 0 … ``num_classes`` - 1, and the labels, 0 where it is none."""
-    is_class = (labels >= 0) & (labels < num_classes)
-    return is_class, labels.long().where(is_class, 0)
-
-
 @functools.lru_cache(64)
 def join_classes(lists: tuple[tuple[str, ...], ...]) -> JointClasses:
     """Join the classes of several experts by name.
@@ -127,10 +123,6 @@ def join_classes(lists: tuple[tuple[str, ...], ...]) -> JointClasses:
         number = {name: k for k, name in enumerate(own or names)}
         rows.append([number.get(name, -1) for name in names])
     return JointClasses(names, torch.tensor(rows))
-
-
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
-"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 
 def check_names(names: Iterable[str], declared: Collection[str] | None) -> None:
@@ -150,8 +142,8 @@ def check_rows(num: int, conditions: Mapping[str, Tensor]) -> None:
 
 
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
-    """True where these conditions differ from those of a negative branch by more than `SETTINGS`."""
-    return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
+    """True where conditions differ from those of a negative branch by more than `sample_settings`."""
+    return bool(conditions) and (bool(negative) or not sample_settings().issuperset(conditions))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ from torch import Tensor
 
 from hddm.conditions import (
     LABELS,
-    SETTINGS,
     Guidance,
     Inputs,
     JointClasses,
@@ -51,6 +50,7 @@ from hddm.conditions import (
     join_classes,
     within,
 )
+from hddm.networks.families import sample_settings
 from hddm.networks.offload import in_best_order
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
 from hddm.routers import (
@@ -445,10 +445,10 @@ class Ensemble:
         """Which experts can make what each of ``num`` samples asks for, (num, K); None where all can.
 
         An expert can if it takes one of the conditions that say what a sample shows: all but
-        `hddm.conditions.SETTINGS`, and of the classes those that it knows. It also can if that is true for
+        `sample_settings`, and of the classes those that it knows. It also can if that is true for
         another expert of its domain. A label beyond the classes asks for nothing.
         """
-        asked = conditions.keys() - SETTINGS
+        asked = conditions.keys() - sample_settings()
         if not asked:
             return None
         beside_classes = asked - {LABELS}
@@ -527,7 +527,7 @@ class Ensemble:
 
     def _lack(self, conditions: Mapping[str, Tensor], rows: Tensor) -> str:
         """What no expert does for the samples ``rows`` (num,), a mask, in words."""
-        if conditions.keys() - SETTINGS != {LABELS}:
+        if conditions.keys() - sample_settings() != {LABELS}:
             return f"takes {asked_for(conditions)}"
         numbers = conditions[LABELS].cpu()[rows].unique().tolist()
         names = [self.classes[k] if 0 <= k < len(self.classes) else str(k) for k in numbers[:5]]
@@ -636,7 +636,7 @@ def asked_for(conditions: Collection[str]) -> str:
     """What samples of these conditions ask for, in words: the prompt, the class, or the conditions' names."""
     if any(name.startswith(TEXT_CONDITIONS) for name in conditions):
         return "the prompt"
-    names = sorted(set(conditions) - SETTINGS)
+    names = sorted(set(conditions) - sample_settings())
     return "the class" if names == [LABELS] else " and ".join(names)
 
 

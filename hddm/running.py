@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hddm.conditions import LABELS, SETTINGS, Conditions, Guidance, Inputs, check_names
+from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.networks.families import sample_settings
 from hddm.routers import Choice
 from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
@@ -313,7 +314,7 @@ def _source_velocity(
     """Velocity of a picture (noised to x at s) under the conditions that describe it, without guidance."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
-    same = {name: value for name, value in batch.conditions.given.items() if name in SETTINGS}
+    same = {name: value for name, value in batch.conditions.given.items() if name in sample_settings()}
     conditions = replace(conditions, given=same | conditions.given)
     if model.strategy == "draw" and plan.expert is None:
         expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))

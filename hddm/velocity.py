@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
-from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_label_range, check_names, check_rows
+from hddm.conditions import LABELS, Inputs, can_guide, check_label_range, check_names, check_rows
 from hddm.conditions import Guidance as Guidance
+from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, choose, one_line
@@ -281,7 +282,7 @@ class VelocityField:
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
             guidance_scale: 1 for none, or a `Guidance`.
             negative: conditions of the negative branch; by default the null values, and for
-                `hddm.conditions.SETTINGS` without a null value the same as in ``conditions``.
+                `sample_settings` without a null value the same as in ``conditions``.
             then: (batch,) or a scalar, the end of the step, which only a student of few steps uses; None for
                 its velocity at ``t``.
             conditions: keywords of the network's forward, each (batch, …); one left out takes its null value.
@@ -328,7 +329,7 @@ class VelocityField:
             )
         if not guidance.by_condition:
             return Inputs(guidance, given, {})
-        settings = {name: value for name, value in given.items() if name in SETTINGS}
+        settings = {name: value for name, value in given.items() if name in sample_settings()}
         against = settings | self._with_null(negative, x_t)
         gaps = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
         if lacks := [f"{one} lack {' and '.join(sorted(names))}" for one, names in gaps.items() if names]:

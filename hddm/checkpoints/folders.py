@@ -23,6 +23,7 @@ from hddm.experts.records import (
     without_adapter,
 )
 from hddm.networks.components import MODEL_INDEX, STEM, read_config, read_file, read_index, weights_of_variant
+from hddm.networks.encoders import VAES as VAE_KINDS
 from hddm.networks.families import known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,
@@ -35,7 +36,7 @@ from hddm.networks.folders import (
 )
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.vae import DEFAULT_SCALES, identify_vae, scale_and_shift
+from hddm.networks.vae import identify_vae, scale_and_shift
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
 from hddm.utils.documents import parse_yaml
@@ -294,8 +295,8 @@ def _latents(
     kind = config.get("_class_name")
     if "scaling_factor" in config:
         return scale_and_shift(config, str(path))[0], True, ()
-    if kind in DEFAULT_SCALES:
-        default = DEFAULT_SCALES[kind]
+    if isinstance(kind, str) and kind in VAE_KINDS:
+        default = VAE_KINDS[kind].default_scale
         return default, True, (f"{path}: no scaling_factor, so {kind}'s default {default}",)
     return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 

@@ -28,6 +28,7 @@ from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
 from hddm.networks.components import MODEL_INDEX, read_config, read_weights
 from hddm.networks.components import STEM as VAE_STEM
+from hddm.networks.encoders import READ_TEXT_ENCODERS, READ_VAES, TOKENIZERS
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
@@ -59,7 +60,7 @@ SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 ClassName = tuple[str, str]
-"""Library and class, as in ("diffusers", "AutoencoderKL")."""
+"""Library and class of a component, as a pipeline's index names them."""
 
 KEPT = ("vae", "text_encoder", "tokenizer")
 """Parts that a converted expert may have besides networks, one folder each."""
@@ -80,12 +81,12 @@ def unnumbered(name: str) -> str:
 COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
 """Parts that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
-    "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
+    "vae": tuple(("diffusers", name) for name in READ_VAES),
     "text_encoder": (
-        *(("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+        *(("transformers", name) for name in READ_TEXT_ENCODERS),
         ("hddm", "PromptEncoders"),
     ),
-    "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
+    "tokenizer": tuple(("transformers", name) for name in TOKENIZERS),
 }
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),

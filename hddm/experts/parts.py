@@ -30,6 +30,7 @@ from hddm.experts.compatibility import (
 )
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
 from hddm.networks.components import read_config
+from hddm.networks.encoders import replaced_by
 from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.prompts import several_in, texts_facts
@@ -296,7 +297,7 @@ def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> Non
                 found.note(f"{one.name} has an {unread}; {name} is taken on trust")
         elif record.vae is None:
             found.note(f"{one.name} does not record its VAE; taken on trust")
-            if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
+            if not replaced_by(vae.kind) and record.latent_scale not in (None, vae.scale):
                 found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")
         elif record.vae.kind != vae.kind:
             # A distilled VAE of the same latents has other weights and another scale of its own.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.networks.components import STEM, read_config, read_weights
+from hddm.networks.encoders import READ_VAES, VAES
 from hddm.networks.folders import (
     empty_network,
     fill,
@@ -22,17 +23,15 @@ from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import refuse_non_finite
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny
+    from hddm.networks.families.vaes import Vae
 
-VAE_CLASSES = of_diffusers("AutoencoderKL", "AutoencoderTiny")
+VAE_CLASSES = of_diffusers(*READ_VAES)
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
-DEFAULT_SCALES = {"AutoencoderKL": 0.18215, "VQModel": 0.18215, "AutoencoderTiny": 1.0}
-"""Scales of classes whose config omits it."""
 _PER_CHANNEL = ("latents_mean", "latents_std")
 
 
-def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL | AutoencoderTiny":
+def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "Vae":
     """Read the VAE in a diffusers folder, in evaluation mode, whatever the dtype of its file.
 
     Raises `HddmError` for a file that is missing or leaves the folder, another class, an unknown config key,
@@ -71,7 +70,8 @@ def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
     scale, shift = None, None
     if not any(config.get(key) is not None for key in _PER_CHANNEL):
         with contextlib.suppress(HddmError):
-            scale, shift = scale_and_shift({"scaling_factor": DEFAULT_SCALES.get(kind)} | config)
+            default = VAES[kind].default_scale if kind in VAES else None
+            scale, shift = scale_and_shift({"scaling_factor": default} | config)
     found = None
     with contextlib.suppress(HddmError):
         _, weights = read_weights(folder, STEM, variant)
@@ -84,17 +84,17 @@ def vae_class(vae: nn.Module) -> str:
     return type(getattr(vae, "_orig_mod", vae)).__name__
 
 
-def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
+def scale_of(vae: "Vae") -> int:
     """Ratio of the VAE's image width to its latent width."""
     levels = vae.config.get("decoder_block_out_channels") or vae.config["block_out_channels"]
     return int(2 ** (len(levels) - 1))
 
 
-def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tensor, Tensor | None]:
+def encode(vae: "Vae", images: Tensor) -> tuple[Tensor, Tensor | None]:
     """Mean and standard deviation (N, C, h, w) of z for ``images`` (N, 3, H, W) in [-1, 1], float32.
 
-    z is neither shifted nor scaled; an `AutoencoderTiny` has no deviation. Raises `HddmError` for images that
-    the VAE does not take, and for z that is not finite.
+    z is neither shifted nor scaled; some classes have no deviation (`hddm.networks.encoders`). Raises
+    `HddmError` for images that the VAE does not take, and for z that is not finite.
     """
     factor, channels = scale_of(vae), vae.config.in_channels
     if images.ndim != 4 or images.shape[1] != channels or any(side % factor for side in images.shape[2:]):
@@ -110,13 +110,13 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
     return mean, deviation[0] if deviation else None
 
 
-def latents_of(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> Tensor:
+def latents_of(vae: "Vae", images: Tensor) -> Tensor:
     """Latents (z - shift) × scale (N, C, h, w), for the mean of z, which `decode` makes ``images`` of."""
     scale, shift = scale_and_shift(vae.config)
     return (encode(vae, images)[0] - shift) * scale
 
 
-def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
+def decode(vae: "Vae", latents: Tensor) -> Tensor:
     """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32, in one batch.
 
     The decoder gets z = latents / scale + shift; its output is clipped to [-1, 1]. A float16 VAE whose config
@@ -146,9 +146,10 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     """The empty VAE in ``folder``, its tensors under current names, its arguments and the file."""
     origin = str(folder / "config.json")
     config = read_config(folder)
-    if config.get("_class_name") == "AutoencoderTiny":
-        # Written besides the arguments, and derived from them.
-        config.pop("block_out_channels", None)
+    stated = config.get("_class_name")
+    if isinstance(stated, str) and stated in VAES:
+        for key in VAES[stated].derived:
+            config.pop(key, None)
     kind, arguments = parse_config(config, VAE_CLASSES, origin)
     path, stored = read_weights(folder, STEM, variant)
     network = empty_network(kind, arguments, len(stored), origin)
@@ -156,9 +157,10 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     weights = {name: stored[old] for name, old in names.items() if old in stored}
     left = {old: value for old, value in stored.items() if old not in names.values()}
     refuse_other_tensors(network.state_dict(), weights | left, path)
-    if stated := [key for key in _PER_CHANNEL if arguments.get(key) is not None]:
+    by_channel = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
+    if by_channel:
         text = "a scale for each channel; only one scaling_factor and shift_factor for all is supported"
-        raise HddmError(f"{origin}: states {' and '.join(stated)}, {text}")
+        raise HddmError(f"{origin}: states {' and '.join(by_channel)}, {text}")
     scale_and_shift(network.config, origin)
     return network, weights, arguments, path
 

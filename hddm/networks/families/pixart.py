@@ -3,6 +3,7 @@
 import torch
 from torch import Generator, Tensor
 
+from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.families.family import Config, Family, Pipeline, Taken
 
 
@@ -20,9 +21,10 @@ class PixArt(Family):
     )
     text_key = "caption_channels"
     nested = ("resolution", "aspect_ratio")
+    settings = nested
 
     def conditions(self, config: Config) -> Taken:
-        text = ("encoder_hidden_states", "encoder_attention_mask")
+        text = (TEXT, TEXT_MASK)
         sizes = config.get("use_additional_conditions")
         if sizes is None:
             sizes = config.get("sample_size") == 128

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from hddm.condition_names import TEXT, TEXT_EMBEDS
+from hddm.networks.encoders import CLIP, CLIP_PROJECTED
 from hddm.networks.families.family import Config, Pipeline, Prompts, Taken
 from hddm.networks.families.unet import Unet
 from hddm.utils.errors import HddmError
@@ -12,7 +14,7 @@ from hddm.utils.errors import HddmError
 _XL = Pipeline(
     "StableDiffusionXLPipeline",
     network="unet",
-    prompts=Prompts(("CLIPTextModel", "CLIPTextModelWithProjection"), "text_embeds", has_zeros_key=True),
+    prompts=Prompts((CLIP, CLIP_PROJECTED), TEXT_EMBEDS, has_zeros_key=True),
     has_text=True,
     options={"add_watermarker": False},
 )
@@ -32,7 +34,8 @@ class StableDiffusion(Unet):
     blocks = ("BasicTransformerBlock",)
     pipelines = (Pipeline("StableDiffusionPipeline", network="unet", has_text=True), _XL)
     text_key = "cross_attention_dim"
-    nested = ("text_embeds", "time_ids")
+    nested = (TEXT_EMBEDS, "time_ids")
+    settings = ("time_ids",)
     residuals = ("down_block_additional_residuals", "mid_block_additional_residual")
     keeps_empty_prompt = True
 
@@ -42,7 +45,7 @@ class StableDiffusion(Unet):
                 raise HddmError(f"{key} {config[key]!r} of {self.name} is not supported")
         labels = super().conditions(config)
         added = self.nested if config.get("addition_embed_type") else ()
-        names = ("encoder_hidden_states", *labels.conditions, *added)
+        names = (TEXT, *labels.conditions, *added)
         return Taken(names, labels.num_classes)
 
     def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
@@ -62,7 +65,7 @@ class StableDiffusion(Unet):
 
     def null_vectors(self, config: Config) -> dict[str, Tensor]:
         is_xl = config.get("addition_embed_type") is not None
-        return {"text_embeds": torch.zeros(_vector_width(config))} if is_xl else {}
+        return {TEXT_EMBEDS: torch.zeros(_vector_width(config))} if is_xl else {}
 
     def pipeline(self, arguments: Config) -> Pipeline:
         is_xl = arguments.get("addition_embed_type") == "text_time"
