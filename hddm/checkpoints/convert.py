@@ -173,9 +173,15 @@ def write(
 
 def write_network(folder: Path, built: Built) -> None:
     """Write ``config.json`` and the weights, one tensor at a time."""
-    config = {key: value for key, value in built.network.config.items() if not key.startswith("_")}
-    names = {"_class_name": type(built.network).__name__, "_diffusers_version": diffusers.__version__}
-    write_json(folder / "config.json", names | json.loads(json.dumps(config)))
+    config: dict[str, Any] = {
+        "_class_name": type(built.network).__name__,
+        "_diffusers_version": diffusers.__version__,
+    }
+    for key, value in built.network.config.items():
+        if not key.startswith("_"):
+            # Tuples become lists, as they would in the file.
+            config[key] = json.loads(json.dumps(value))
+    write_json(folder / "config.json", config)
     with Progress(len(built.tensors), "write the weights") as progress:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
@@ -212,14 +218,17 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     network, weights, arguments = open_network(folder)
     fill(network, weights, arguments, str(folder))
-    outputs: list[Tensor] = []
     field = field_of(Expert(network, record, None, read_nulls(folder)))
     adapter = field.network
     assert isinstance(adapter, nn.Module)
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, given: object, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
     # The adapter drops what is not part of the prediction, and unpacks rows.
-    (network if record.variance_head else adapter).register_forward_hook(
-        lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-    )
+    observed = network if record.variance_head else adapter
+    observed.register_forward_hook(keep)
     return field, outputs, network.config
 
 
@@ -244,51 +253,98 @@ def _cast(value: Any) -> Any:
     return value.float() if isinstance(value, nn.Parameter) else value
 
 
+@dataclass(frozen=True)
+class _Levels:
+    """Times at which both networks are compared; each of the other fields has an entry for each of them."""
+
+    times: list[float]
+    """t of the common path."""
+    native: list[tuple[float, float, float]]
+    """(a, s, u) of the source's own path."""
+    x: Tensor
+    """States of the common path (times, C, H, W)."""
+    y: Tensor
+    """The same states as the source's network takes them."""
+    timesteps: Tensor
+    """(times,) as the source's network takes them."""
+
+    @classmethod
+    def of(cls, plan: ConversionPlan, written: VelocityField, shape: Sequence[int]) -> "_Levels":
+        """Random states of ``shape`` (C, H, W) within the part of t that schedule and expert cover."""
+        low = max(written.range[0], written.noise_range[0])
+        high = min(written.range[1], written.noise_range[1])
+        times = [low + share * (high - low) for share in TIMES]
+        native = [_native(plan.conventions.schedule, t) for t in times]
+        x = torch.randn(len(times), *shape, generator=generator(0, Use.CONVERSION_STATES))
+        x *= append_dims(torch.tensor([math.hypot(1 - t, t) for t in times]), x.ndim)
+        y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
+        scaled = [u * plan.conventions.time_scale for _, _, u in native]
+        return cls(times, native, x, y, torch.tensor(scaled, dtype=torch.float32))
+
+
 @torch.no_grad()
 def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCheck:
     """Compare the raw outputs and the velocity of the network in ``draft`` with the source's own network."""
     written, outputs, config = _as_written(draft)
-    known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
-    family, conventions = plan.source.family, plan.conventions
+    conditions = _examples(plan, config)
+    levels = _Levels.of(plan, written, _compared_shape(plan, written, config))
+    # Only the written network takes text that was added.
+    is_text_added = plan.built.network is not plan.source.network
+    found, wanted = [], []
+    with _InFloat32(), Progress(len(levels.times), "compare with the source") as progress:
+        for rows in torch.arange(len(levels.times)).split(_rows_at_once(levels.x)):
+            own: dict[str, Any] = {}
+            for name, one in conditions.items():
+                own[name] = torch.cat([one] * len(rows))
+            known_there = {name: one for name, one in own.items() if name != TEXT or not is_text_added}
+            now = torch.tensor(levels.times, dtype=torch.float64)[rows]
+            found.append(written.velocity(levels.x[rows], now, **own))
+            wanted.append(source(levels.y[rows], levels.timesteps[rows], known_there))
+            progress(len(rows))
+    expected = torch.cat(wanted)
+    difference = (torch.cat(outputs) - expected).double().abs().max().item()
+    return ConversionCheck(difference, _velocity_errors(plan, levels, torch.cat(found), expected))
+
+
+def _examples(plan: ConversionPlan, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One row of every condition that the written network needs."""
     noise = generator(0, Use.CONVERSION_CONDITIONS)
     conditions = {}
-    for name in known:
-        conditions[name] = family.example(name, config, plan.interface.num_classes, noise)
+    for name in plan.interface.conditions:
+        if name not in OPTIONAL_CONDITIONS:
+            conditions[name] = plan.source.family.example(name, config, plan.interface.num_classes, noise)
+    return conditions
+
+
+def _compared_shape(plan: ConversionPlan, written: VelocityField, config: Mapping[str, Any]) -> list[int]:
+    """Shape (C, H, W) of the states that are compared."""
     assert written.sample_shape is not None
-    channels, *size = written.sample_shape
+    channels, height, width = written.sample_shape
     # A layout's own network has the positions of one size.
-    if plan.source.forward is None:
-        size = list(family.compared_size(config, (size[0], size[1])))
-    schedule, prediction_type = conventions.schedule, conventions.prediction_type
-    low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
-    times = [low + share * (high - low) for share in TIMES]
-    x = torch.randn(len(times), channels, *size, generator=generator(0, Use.CONVERSION_STATES))
-    x *= append_dims(torch.tensor([math.hypot(1 - t, t) for t in times]), x.ndim)
-    native = [_native(schedule, t) for t in times]
-    y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
-    timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
-    given = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
-    # Only the written network takes text that was added.
-    is_added = plan.built.network is not plan.source.network
-    shared = given.keys() - ({TEXT} if is_added else set())
-    now = torch.tensor(times, dtype=torch.float64)
-    # Small states all at once, so that a large network is read from memory once.
-    at_once = len(times) if math.prod(size) <= _TOGETHER else 1
-    found, wanted = [], []
-    with _InFloat32(), Progress(len(times), "compare with the source") as progress:
-        for rows in torch.arange(len(times)).split(at_once):
-            own: dict[str, Any] = {name: one[rows] for name, one in given.items()}
-            found.append(written.velocity(x[rows], now[rows], **own))
-            known_there = {name: own[name] for name in shared}
-            wanted.append(source(y[rows], timesteps[rows], known_there))
-            progress(len(rows))
-    v, expected = torch.cat(found), torch.cat(wanted)
+    if plan.source.forward is not None:
+        return [channels, height, width]
+    return [channels, *plan.source.family.compared_size(config, (height, width))]
+
+
+def _rows_at_once(states: Tensor) -> int:
+    """How many states run at once: small ones all, so that a large network is read from memory once."""
+    is_small = math.prod(states.shape[2:]) <= _TOGETHER
+    return len(states) if is_small else 1
+
+
+def _velocity_errors(
+    plan: ConversionPlan, levels: _Levels, velocities: Tensor, outputs: Tensor
+) -> dict[float, float]:
+    """Relative errors of the expert's velocities, by time, given the outputs of the source's network."""
+    channels = levels.x.shape[1]
     errors = {}
-    for k, ((a, s, _), t) in enumerate(zip(native, times, strict=True)):
-        predicted = expected[k, :channels].double()
-        closed = _closed_form(prediction_type, predicted, x[k].double(), y[k].double(), a, s, t)
-        errors[round(t, 4)] = ((v[k].double() - closed).norm() / closed.norm().clamp_min(1e-30)).item()
-    return ConversionCheck((torch.cat(outputs) - expected).double().abs().max().item(), errors)
+    for k, t in enumerate(levels.times):
+        a, s, _ = levels.native[k]
+        output, x, y = outputs[k, :channels].double(), levels.x[k].double(), levels.y[k].double()
+        exact = _closed_form(plan.conventions.prediction_type, output, x, y, a, s, t)
+        error = (velocities[k].double() - exact).norm() / exact.norm().clamp_min(1e-30)
+        errors[round(t, 4)] = error.item()
+    return errors
 
 
 def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:

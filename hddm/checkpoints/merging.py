@@ -69,12 +69,11 @@ def merge_experts(
         of = ", ".join(weak)
         found.note(f"the weak models are left out, of {of}, so the result cannot be guided by one")
     found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
-    extras = {
-        name: one.contiguous()
-        for name, one in parts[0].declared.kept.items()
-        if all(name in part.declared.kept and torch.equal(one, part.declared.kept[name]) for part in parts)
-    }
-    files = {f"{k}/{path.name}": sha256_once(path) for k, one in enumerate(parts) for path in one.files}
+    extras = _common_extras(parts)
+    files = {}
+    for number, part in enumerate(parts):
+        for path in part.files:
+            files[f"{number}/{path.name}"] = sha256_once(path)
     update: dict[str, Any] = {
         "weights": "unstated",
         "shard": records[0].shard if all(one.shard == records[0].shard for one in records) else None,
@@ -98,6 +97,16 @@ def merge_experts(
         for name, folder in whole_components(experts[0]).items():
             keep_component(draft, name, folder)
     return found.notes
+
+
+def _common_extras(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:
+    """Tensors that no network needs, where all parts have the same ones."""
+    found = {}
+    for name, tensor in parts[0].declared.kept.items():
+        others = [part.declared.kept.get(name) for part in parts]
+        if all(other is not None and torch.equal(tensor, other) for other in others):
+            found[name] = tensor.contiguous()
+    return found
 
 
 def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:

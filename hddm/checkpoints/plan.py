@@ -3,7 +3,6 @@
 On request the network itself is changed: it gets attention to text.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,8 +95,15 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return open_model(path, reading)
     if (path / "snapshots").is_dir():
         raise HddmError(f"{path}: a hub cache; give the folder of one revision in its snapshots/")
+    return _only_file_in(path, reading)
+
+
+def _only_file_in(folder: Path, reading: Reading) -> Checkpoint:
+    """The only checkpoint file in a folder."""
     sources, refusals = [], []
-    for file in sorted(one for one in path.iterdir() if one.suffix in _ENDINGS):
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in _ENDINGS:
+            continue
         try:
             sources.append(open_file(file, reading))
         except Unstated:
@@ -108,7 +114,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return sources[0]
     found = [str(one.path) for one in sources] + [str(error) for error in refusals]
     raise HddmError(
-        f"{path}: holds none of {EXPERT_FILE}, {MODEL_INDEX} and config.json, and not exactly one "
+        f"{folder}: holds none of {EXPERT_FILE}, {MODEL_INDEX} and config.json, and not exactly one "
         f"checkpoint file (found: {'; '.join(found) or 'none'})"
     )
 
@@ -155,26 +161,30 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
         if source.family is not EXPERT or source.arguments.get("text_dim") is not None:
             raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
         built = _with_text(source, tensors, conversion.text_dim)
-    # For a network whose config does not state it.
-    side = conversion.sample_size
-    size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
-    interface = _stated(lambda: _interface(built, source, size), missing)
-    resolve = functools.partial(resolve_conventions, source, conversion.schedule, conversion.prediction_type)
-    conventions = _stated(resolve, missing)
+    interface = _stated(lambda: _interface(built, source, conversion.sample_size), missing)
+    conventions = _stated(
+        lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type), missing
+    )
     refuse_unstated(path, missing)
     assert interface is not None
     assert conventions is not None
     conventions = with_shift(conventions, source, interface)
-    extras |= source.declared.kept
-    nulls = dict(source.nulls)
-    family = source.family
-    if family.keeps_empty_prompt and (tokens := source.text.empty_prompt()) is not None:
-        nulls[TEXT] = tokens
-    nulls = family.defaults(interface.conditions, interface.sample_shape) | nulls
-    if TEXT in nulls and not nulls[TEXT].any():
-        nulls |= family.null_vectors(source.arguments)
+    extras.update(source.declared.kept)
+    nulls = _nulls(source, interface)
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
+
+
+def _nulls(source: Checkpoint, interface: Interface) -> dict[str, Tensor]:
+    """Null values of conditions: the source's own, and those that its family knows."""
+    family = source.family
+    nulls = family.defaults(interface.conditions, interface.sample_shape) | dict(source.nulls)
+    tokens = source.text.empty_prompt() if family.keeps_empty_prompt else None
+    if tokens is not None:
+        nulls[TEXT] = tokens
+    if TEXT in nulls and not nulls[TEXT].any():
+        nulls |= family.null_vectors(source.arguments)
+    return nulls
 
 
 def _stated(decide: Callable[[], Decided], missing: list[Unstated]) -> Decided | None:
@@ -212,7 +222,12 @@ def _with_text(source: Checkpoint, tensors: Sequence[Planned], text_dim: int) ->
     return Built(network, [as_planned(*item) for item in weights.items()])
 
 
-def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
+def _interface(built: Built, source: Checkpoint, side: int | None) -> Interface:
+    """Inputs of the network; ``side`` is a sample's, for a network whose config does not state it."""
+    size = None if side is None else (side, side)
+    if source.record is not None:
+        _, height, width = source.record.sample_shape
+        size = (height, width)
     try:
         # The network's config has the defaults of its class besides the arguments.
         return source.family.interface(built.network.config, size)
@@ -228,7 +243,11 @@ def _record(
     own = source.record
     vae = source.vae if own is None else own.latent_space
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
-    text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
+    text_encoder = None
+    if own is not None:
+        text_encoder = own.text_encoder
+    elif TEXT in interface.conditions:
+        text_encoder = source.text.record
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
         "schedule": conversion.schedule.name if conversion.schedule else None,

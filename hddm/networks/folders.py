@@ -140,15 +140,26 @@ def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str
     """Map each of a network's ``names`` to its name in a file: a former one if only that is ``stored``."""
     found = {}
     for name in names:
-        former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
-        found[name] = former if name not in stored and former in stored else name
+        former = _former_name(name)
+        is_former = name not in stored and former in stored
+        found[name] = former if is_former else name
     return found
+
+
+def _former_name(name: str) -> str:
+    for new, old in _ATTENTION.items():
+        if new in name:
+            return name.replace(new, old)
+    return name
 
 
 def misfits(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
     """Describe every tensor that is missing, left over, of another shape or of integers."""
-    problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
-    problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
+    problems = []
+    for key in expected.keys() - found.keys():
+        problems.append(f"missing {key} {tuple(expected[key].shape)}")
+    for key in found.keys() - expected.keys():
+        problems.append(f"left over {key} {tuple(found[key].shape)}")
     for key in expected.keys() & found.keys():
         wanted, given = expected[key], found[key]
         if wanted.shape != given.shape:
@@ -236,8 +247,9 @@ def unread_network(folder: Path, classes: Classes[Network], weights: Path | None
 
 def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
     """A network of ``kind`` for a weights file; raises as `open_network`."""
-    header, _ = read_header(weights)
-    empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
+    empty = {}
+    for name, info in read_header(weights)[0].items():
+        empty[name] = torch.empty(info.shape, dtype=info.dtype, device="meta")
     network = fitting(kind, arguments, empty, weights, origin)
     fill(network, empty, arguments, origin)
     return Unread(network, WeightsReader(weights))
@@ -256,7 +268,8 @@ def refuse_other_tensors(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
 ) -> None:
     """Raise an `HddmError` that lists all `misfits` of the file ``path``, if any, or says it is quantised."""
-    if problems := misfits(expected, found):
+    problems = misfits(expected, found)
+    if problems:
         refuse_quantised(found, path)
         raise HddmError(f"{path}: does not fit its {config}: {'; '.join(shown(problems))}")
 

@@ -49,9 +49,13 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
     """
     network, weights, _, _ = _open(folder, variant)
-    encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
     scale, shift = scale_and_shift(network.config)
-    return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
+    found = fingerprint(_encoder_of(weights))
+    return VaeRecord(kind=type(network).__name__, fingerprint=found, scale=scale, shift=shift)
+
+
+def _encoder_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
 
 
 def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | UnreadVae:
@@ -63,6 +67,7 @@ def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | Unread
 
 
 def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
+    """What can still be known of a VAE that cannot be read."""
     config: dict[str, Any] = {}
     with contextlib.suppress(HddmError):
         config = read_config(folder)
@@ -75,7 +80,7 @@ def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
     found = None
     with contextlib.suppress(HddmError):
         _, weights = read_weights(folder, STEM, variant)
-        found = fingerprint({key: one for key, one in weights.items() if key.startswith(_ENCODER)} or weights)
+        found = fingerprint(_encoder_of(weights) or weights)
     return UnreadVae(kind=kind, reason=reason, fingerprint=found, scale=scale, shift=shift)
 
 
@@ -103,11 +108,13 @@ def encode(vae: "Vae", images: Tensor) -> tuple[Tensor, Tensor | None]:
     with torch.no_grad():
         encoded = vae.encode(images.to(vae.device, vae.dtype))
     distribution = getattr(encoded, "latent_dist", None)
-    found = (encoded.latents,) if distribution is None else (distribution.mean, distribution.std)
-    for latents in found:
-        _refuse_images(latents, "latents of images", "encode in float32")
-    mean, *deviation = (latents.float() for latents in found)
-    return mean, deviation[0] if deviation else None
+    what, remedy = "latents of images", "encode in float32"
+    if distribution is None:
+        _refuse_images(encoded.latents, what, remedy)
+        return encoded.latents.float(), None
+    _refuse_images(distribution.mean, what, remedy)
+    _refuse_images(distribution.std, what, remedy)
+    return distribution.mean.float(), distribution.std.float()
 
 
 def latents_of(vae: "Vae", images: Tensor) -> Tensor:
@@ -155,7 +162,8 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     network = empty_network(kind, arguments, len(stored), origin)
     names = stored_names(network.state_dict(), stored)
     weights = {name: stored[old] for name, old in names.items() if old in stored}
-    left = {old: value for old, value in stored.items() if old not in names.values()}
+    used = set(names.values())
+    left = {old: value for old, value in stored.items() if old not in used}
     refuse_other_tensors(network.state_dict(), weights | left, path)
     by_channel = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
     if by_channel:
@@ -176,6 +184,7 @@ def scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config")
 
 
 def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:
+    """Raise `HddmError` that names the rows of ``batch`` with NaN or Inf, if there are any."""
     broken = [str(i) for i, one in enumerate(batch) if not one.isfinite().all()]
     if broken:
         raise HddmError(f"{what} {', '.join(broken[:10])} of {len(batch)} hold NaN or Inf; {remedy}")
