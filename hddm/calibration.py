@@ -51,10 +51,9 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
-from hddm.classes import within
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, sent, to_float64
+from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, sent, to_float64, within
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"

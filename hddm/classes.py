@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import composed
-from hddm.utils.tensors import sent
+from hddm.utils.tensors import sent, within
 
 Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
 
@@ -123,12 +123,6 @@ class JointClasses:
         is_class, indices = within(labels, len(self.names))
         own = sent(self.numbers[expert], labels.device)[indices]
         return own.where(is_class & (own >= 0), null)
-
-
-def within(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Whether each label is a class in 0 … ``num_classes`` - 1, and the labels, 0 where it is none."""
-    is_class = (labels >= 0) & (labels < num_classes)
-    return is_class, labels.long().where(is_class, 0)
 
 
 @functools.lru_cache(64)

@@ -6,14 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hddm.condition_names import LABELS as LABELS
 from hddm.guidance import Guidance
+from hddm.networks.families import sample_settings
 from hddm.utils.errors import HddmError, did_you_mean
-
-LABELS = "class_labels"
-"""Keyword of the networks' class labels."""
-
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
-"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 
 def check_names(names: Iterable[str], declared: Collection[str] | None) -> None:
@@ -33,8 +29,8 @@ def check_rows(num: int, conditions: Mapping[str, Tensor]) -> None:
 
 
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
-    """True where these conditions differ from those of a negative branch by more than `SETTINGS`."""
-    return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
+    """True where conditions differ from those of a negative branch by more than `sample_settings`."""
+    return bool(conditions) and (bool(negative) or not sample_settings().issuperset(conditions))
 
 
 @dataclass(frozen=True)

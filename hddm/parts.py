@@ -18,14 +18,15 @@ from dataclasses import field as dataclass_field
 import torch
 from torch import Tensor
 
-from hddm.classes import JointClasses, check_label_range, join_classes, within
-from hddm.conditions import LABELS, SETTINGS, can_guide
+from hddm.classes import JointClasses, check_label_range, join_classes
+from hddm.conditions import LABELS, can_guide
 from hddm.fit import Candidate, Findings, are_alike, compare_kinds
 from hddm.guidance import Guidance
+from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
 from hddm.prompt_router import PromptRouter, Topic
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.tensors import to_float64
+from hddm.utils.tensors import to_float64, within
 from hddm.velocity import VelocityField
 
 _OPTIONS = {TEXT_CONDITIONS[0]: "`prompt` or ", LABELS: "`class_labels` or "}
@@ -264,10 +265,10 @@ class Parts:
         """Which experts can make what each of ``num`` samples asks for, (num, K); None where all can.
 
         An expert can if it takes one of the conditions that say what a sample shows: all but
-        `hddm.conditions.SETTINGS`, and of the classes those that it knows. It also can if that is true for
+        `sample_settings`, and of the classes those that it knows. It also can if that is true for
         another expert of its domain. A label beyond the classes asks for nothing.
         """
-        asked = conditions.keys() - SETTINGS
+        asked = conditions.keys() - sample_settings()
         if not asked:
             return None
         beside_classes = asked - {LABELS}
@@ -346,7 +347,7 @@ class Parts:
 
     def _lack(self, conditions: Mapping[str, Tensor], rows: Tensor) -> str:
         """What no expert does for the samples where ``rows`` (num,) is true, in words."""
-        if conditions.keys() - SETTINGS != {LABELS}:
+        if conditions.keys() - sample_settings() != {LABELS}:
             return f"takes {asked_for(conditions)}"
         numbers = conditions[LABELS].cpu()[rows].unique().tolist()
         names = [self.classes[k] if 0 <= k < len(self.classes) else str(k) for k in numbers[:5]]
@@ -399,7 +400,7 @@ def asked_for(conditions: Collection[str]) -> str:
     """What samples of these conditions ask for, in words: the prompt, the class, or the conditions' names."""
     if any(name.startswith(TEXT_CONDITIONS) for name in conditions):
         return "the prompt"
-    names = sorted(set(conditions) - SETTINGS)
+    names = sorted(set(conditions) - sample_settings())
     return "the class" if names == [LABELS] else " and ".join(names)
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from hddm.choice import Choice
-from hddm.conditions import LABELS, SETTINGS, Conditions, Inputs, check_names
+from hddm.conditions import LABELS, Conditions, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
+from hddm.networks.families import sample_settings
 from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream
@@ -340,7 +341,7 @@ def _source_velocity(
     """Velocity of a picture (noised to x at s) under the conditions that describe it, without guidance."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
-    same = {name: value for name, value in batch.conditions.given.items() if name in SETTINGS}
+    same = {name: value for name, value in batch.conditions.given.items() if name in sample_settings()}
     conditions = replace(conditions, given=same | conditions.given)
     if model.strategy == "draw" and plan.expert is None:
         expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))

@@ -36,8 +36,9 @@ from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
 from hddm.classes import check_label_range
-from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_names, check_rows
+from hddm.conditions import LABELS, Inputs, can_guide, check_names, check_rows
 from hddm.guidance import Guidance as Guidance
+from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, an, choose, one_line
@@ -47,6 +48,8 @@ from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to
 SINGULAR_MARGIN = 1e-6
 ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
+TIME_SCALE = 1000.0
+"""Factor on native times in [0, 1] before a network that hddm trains embeds them."""
 
 
 class PredictionType(StrEnum):
@@ -268,7 +271,7 @@ class VelocityField:
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
             guidance_scale: 1 for none, or a `Guidance`.
             negative: conditions of the negative branch; by default the null values, and for
-                `hddm.conditions.SETTINGS` without a null value the same as in ``conditions``.
+                `sample_settings` without a null value the same as in ``conditions``.
             then: (batch,) or a scalar, the end of the step, which only a student of few steps uses; None for
                 its velocity at ``t``.
             conditions: keywords of the network's forward, each (batch, …); one left out takes its null value.
@@ -316,7 +319,7 @@ class VelocityField:
             )
         if not guidance.by_condition:
             return Inputs(guidance, given, {})
-        settings = {name: value for name, value in given.items() if name in SETTINGS}
+        settings = {name: value for name, value in given.items() if name in sample_settings()}
         against = settings | self._with_null(negative, x_t)
         lacks = []
         for name in sorted(given.keys() - against.keys()):

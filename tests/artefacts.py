@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from hddm.data.images import ImageSet, decode_image, save_png, stack
-from hddm.data.shard_records import read_manifest
-from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
+from hddm.data.shard_records import PIXELS, read_manifest
+from hddm.data.shards import Rows, Samples, Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.experts.records import EXPERT_FILE
 from hddm.schedules import Schedule

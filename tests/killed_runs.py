@@ -19,7 +19,8 @@ import diffusers.hooks
 import torch
 from torch import Tensor
 
-from hddm.data.shards import ALL, PIXELS, Own, Rows, Samples, open_shard
+from hddm.data.shard_records import PIXELS
+from hddm.data.shards import ALL, Own, Rows, Samples, open_shard
 from hddm.training import expert
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions

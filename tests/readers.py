@@ -17,7 +17,6 @@ import hddm
 from hddm.benchmark.file import read_benchmark
 from hddm.benchmark.results import read_compared
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.inspect import inspected
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
 from hddm.data.partition import partition
@@ -30,6 +29,7 @@ from hddm.evaluation.results import read_groups, refuse_incomparable
 from hddm.experts.expert import open_expert
 from hddm.experts.records import read_router
 from hddm.experts.topics import describe_topic
+from hddm.inspection.folders import inspected
 from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts

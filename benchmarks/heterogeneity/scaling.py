@@ -24,8 +24,8 @@ from hddm.benchmark.file import BenchmarkFile, read_benchmark
 from hddm.benchmark.results import PERCENT_UNEQUAL
 from hddm.benchmark.run import run_benchmark
 from hddm.calibration import LEVELS, STATES
+from hddm.networks.sizes import size_config
 from hddm.training.router_temperatures import NOISED
-from hddm.training.settings import size_config
 from hddm.utils.records import parse_record
 from hddm_cli.app import run_words
 from hddm_cli.lines import LINES

@@ -24,7 +24,7 @@ from hddm.experts.records import RouterRecord, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import Router
 from hddm.sampling import integrate, time_grid
-from hddm.training.objectives import TIME_SCALE
+from hddm.velocity import TIME_SCALE
 
 ALL, FEW = "all", "few"
 STORED_DTYPE = "float32"

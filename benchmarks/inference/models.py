@@ -14,8 +14,7 @@ from hddm.experts.records import ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule
-from hddm.training.objectives import TIME_SCALE
-from hddm.velocity import PredictionType
+from hddm.velocity import TIME_SCALE, PredictionType
 
 NULL_CLASS = 1000
 Step = Callable[[], object]

@@ -20,8 +20,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.expert_set import ExpertSet
 from hddm.routers import Router
 from hddm.sampling import integrate, time_grid
-from hddm.training.objectives import TIME_SCALE
-from hddm.velocity import VelocityField
+from hddm.velocity import TIME_SCALE, VelocityField
 
 SINGLE, BARE, DIFFUSERS = "single model", "its network alone", "diffusers' DiT, DDIM"
 TOP_1, TOP_2, FULL, LOOP = "ensemble, top-1", "ensemble, top-2", "ensemble, full", "loop over all experts"

@@ -34,12 +34,13 @@ from benchmarks.training.report import TARGETS, gain_line, times_table, wait_lin
 from benchmarks.training.times import DIFFUSERS, OWN, measure_times
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
+from hddm.networks.sizes import size_config
 from hddm.sampling import sample
 from hddm.training.distill import distill
 from hddm.training.expert import train_expert
 from hddm.training.loop import StepReport
 from hddm.training.router import train_router
-from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, size_config
+from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions
 from hddm.utils.errors import Stopped
 
 WARM_UP, PROFILED = 5, 20

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from benchmarks.timing import DTYPES
 from benchmarks.training.networks import Call, Settings, awake
 from hddm.training.loop import Fitted, StepReport, Task, Watcher, fit
-from hddm.training.objectives import TIME_SCALE, objective_of
+from hddm.training.objectives import objective_of
 from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopFields, Recipe, resolve
+from hddm.velocity import TIME_SCALE
 
 LEARNING_RATE, DECAY, MAX_NORM = 1e-4, 0.999, 1.0
 IMAGES = 4096

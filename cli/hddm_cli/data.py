@@ -99,8 +99,9 @@ def captions(
     import string
 
     import torch
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+    import transformers
 
+    from hddm.networks.encoders import CLIP, CLIP_TOKENIZER
     from hddm.utils.files import new_folder
 
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -115,10 +116,11 @@ def captions(
             lines.append(json.dumps({"file_name": f"{number:04d}.png", "text": text}) + "\n")
         (draft / "metadata.jsonl").write_text("".join(lines))
         vocabulary = {word: place for place, word in enumerate(words)}
-        tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=24)
+        tokenizer = getattr(transformers, CLIP_TOKENIZER)(vocab=vocabulary, merges=[], model_max_length=24)
         tokenizer.save_pretrained(draft / "tokenizer")
         torch.manual_seed(0)
-        config = CLIPTextConfig(
+        kind = getattr(transformers, CLIP)
+        config = kind.config_class(
             vocab_size=len(words),
             hidden_size=64,
             intermediate_size=128,
@@ -129,7 +131,7 @@ def captions(
             eos_token_id=1,
             pad_token_id=1,
         )
-        encoder = CLIPTextModel(config)
+        encoder = kind(config)
         for parameter in encoder.parameters():
             parameter.data = parameter.data if parameter.ndim == 1 else 0.3 * torch.randn(parameter.shape)
         encoder.save_pretrained(draft / "text_encoder")

@@ -21,7 +21,7 @@ def inspect(
 
     This includes its objective, noise schedule, shard, size, licence and provenance.
     """
-    from hddm.checkpoints.inspect import inspected
+    from hddm.inspection.folders import inspected
 
     description = inspected(path, settings.allow_pickle, settings.variant)
     if as_json:

@@ -15,7 +15,7 @@ from hddm_cli.options import AsJson, InputArgument
 from hddm_cli.usage import say
 
 if TYPE_CHECKING:
-    from hddm.training.verify import Verification
+    from hddm.experts.verify import Verification
 
 
 class VerifySettings(Described):
@@ -41,7 +41,7 @@ def verify(
     All files of an ensemble are checked, including a pipeline.py, which diffusers would run. Exits with 0 if
     every expert is accepted, 1 if one is refused, 2 for wrong usage.
     """
-    from hddm.training.verify import problems_around, verify_expert
+    from hddm.experts.verify import problems_around, verify_expert
     from hddm.utils.progress import Progress
 
     data, experts = settings.data, _experts_in(expert)

@@ -1,4 +1,4 @@
-"""Checkpoints of other tools: detection, reading, conversion, checks, write-back; descriptions of any folder.
+"""Checkpoints of other tools: detection, reading, conversion, checks, and writing back.
 
-May import `training` and what is below. Start with `plan` and `convert`; a layout is added in `layouts`.
+May import `experts` and what is below. Start with `plan` and `convert`; a layout is added in `layouts`.
 """

@@ -29,18 +29,17 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summary_lines
 from hddm.checkpoints.sources import Checkpoint, Forward
+from hddm.condition_names import TEXT
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.expert import Expert, field_of
 from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FORMAT, ExpertRecord, read_nulls, write_records
-from hddm.networks.families import known_family
-from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
+from hddm.experts.shard_images import check_fit
+from hddm.experts.verify import warn_of_misreading
+from hddm.networks.folders import WEIGHTS, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
-from hddm.training.objectives import check_fit
-from hddm.training.settings import TEXT
-from hddm.training.verify import warn_of_misreading
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress
@@ -166,16 +165,21 @@ def write(
 
 def write_network(folder: Path, built: Built) -> None:
     """Write ``config.json`` and the weights, one tensor at a time."""
-    network = empty_network(built.network, built.arguments, len(built.tensors), str(folder))
-    config = {key: value for key, value in network.config.items() if not key.startswith("_")}
-    names = {"_class_name": built.network.__name__, "_diffusers_version": diffusers.__version__}
-    write_json(folder / "config.json", names | json.loads(json.dumps(config)))
+    config: dict[str, Any] = {
+        "_class_name": type(built.network).__name__,
+        "_diffusers_version": diffusers.__version__,
+    }
+    for key, value in built.network.config.items():
+        if not key.startswith("_"):
+            # Tuples become lists, as they would in the file.
+            config[key] = json.loads(json.dumps(value))
+    write_json(folder / "config.json", config)
     with Progress(len(built.tensors), "write the weights") as progress:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
 
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
-    source, network = plan.source, plan.built.network.__name__
+    source, network = plan.source, plan.source.class_name
     try:
         found = _compare(plan, source.forward() if source.forward else _class_forward(source), draft)
     except HddmError:
@@ -206,24 +210,26 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     network, weights, arguments = open_network(folder)
     fill(network, weights, arguments, str(folder))
-    outputs: list[Tensor] = []
     field = field_of(Expert(network, record, None, read_nulls(folder)))
     adapter = field.network
     assert isinstance(adapter, nn.Module)
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, given: object, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
     # The adapter drops what is not part of the prediction, and unpacks rows.
-    (network if record.variance_head else adapter).register_forward_hook(
-        lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-    )
+    observed = network if record.variance_head else adapter
+    observed.register_forward_hook(keep)
     return field, outputs, network.config
 
 
 def _class_forward(source: Checkpoint) -> Forward:
-    """Run the source's network class, with the source's weights renamed to fit."""
+    """Run the source's network, with the source's weights renamed to fit."""
     origin = str(source.files[0])
     weights = source.table.renamed(source.weights, origin)
-    network = empty_network(source.network, source.arguments, len(weights), origin)
-    fill(network, weights, source.arguments, origin)
-    return functools.partial(known_family(network).call, network)
+    fill(source.network, weights, source.arguments, origin)
+    return functools.partial(source.family.call, source.network)
 
 
 class _InFloat32(TorchFunctionMode):
@@ -239,51 +245,98 @@ def _cast(value: Any) -> Any:
     return value.float() if isinstance(value, nn.Parameter) else value
 
 
+@dataclass(frozen=True)
+class _Levels:
+    """Times at which both networks are compared; each of the other fields has an entry for each of them."""
+
+    times: list[float]
+    """t of the common path."""
+    native: list[tuple[float, float, float]]
+    """(a, s, u) of the source's own path."""
+    x: Tensor
+    """States of the common path (times, C, H, W)."""
+    y: Tensor
+    """The same states as the source's network takes them."""
+    timesteps: Tensor
+    """(times,) as the source's network takes them."""
+
+    @classmethod
+    def of(cls, plan: ConversionPlan, written: VelocityField, shape: Sequence[int]) -> "_Levels":
+        """Random states of ``shape`` (C, H, W) within the part of t that schedule and expert cover."""
+        low = max(written.range[0], written.noise_range[0])
+        high = min(written.range[1], written.noise_range[1])
+        times = [low + share * (high - low) for share in TIMES]
+        native = [_native(plan.conventions.schedule, t) for t in times]
+        x = torch.randn(len(times), *shape, generator=generator(0, Use.CONVERSION_STATES))
+        x *= append_dims(torch.tensor([math.hypot(1 - t, t) for t in times]), x.ndim)
+        y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
+        scaled = [u * plan.conventions.time_scale for _, _, u in native]
+        return cls(times, native, x, y, torch.tensor(scaled, dtype=torch.float32))
+
+
 @torch.no_grad()
 def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCheck:
     """Compare the raw outputs and the velocity of the network in ``draft`` with the source's own network."""
     written, outputs, config = _as_written(draft)
-    known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
-    family, conventions = known_family(plan.built.network), plan.conventions
+    conditions = _examples(plan, config)
+    levels = _Levels.of(plan, written, _compared_shape(plan, written, config))
+    # Only the written network takes text that was added.
+    is_text_added = plan.built.network is not plan.source.network
+    found, wanted = [], []
+    with _InFloat32(), Progress(len(levels.times), "compare with the source") as progress:
+        for rows in torch.arange(len(levels.times)).split(_rows_at_once(levels.x)):
+            own: dict[str, Any] = {}
+            for name, one in conditions.items():
+                own[name] = torch.cat([one] * len(rows))
+            known_there = {name: one for name, one in own.items() if name != TEXT or not is_text_added}
+            now = torch.tensor(levels.times, dtype=torch.float64)[rows]
+            found.append(written.velocity(levels.x[rows], now, **own))
+            wanted.append(source(levels.y[rows], levels.timesteps[rows], known_there))
+            progress(len(rows))
+    expected = torch.cat(wanted)
+    difference = (torch.cat(outputs) - expected).double().abs().max().item()
+    return ConversionCheck(difference, _velocity_errors(plan, levels, torch.cat(found), expected))
+
+
+def _examples(plan: ConversionPlan, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One row of every condition that the written network needs."""
     noise = generator(0, Use.CONVERSION_CONDITIONS)
     conditions = {}
-    for name in known:
-        conditions[name] = family.example(name, config, plan.interface.num_classes, noise)
+    for name in plan.interface.conditions:
+        if name not in OPTIONAL_CONDITIONS:
+            conditions[name] = plan.source.family.example(name, config, plan.interface.num_classes, noise)
+    return conditions
+
+
+def _compared_shape(plan: ConversionPlan, written: VelocityField, config: Mapping[str, Any]) -> list[int]:
+    """Shape (C, H, W) of the states that are compared."""
     assert written.sample_shape is not None
-    channels, *size = written.sample_shape
+    channels, height, width = written.sample_shape
     # A layout's own network has the positions of one size.
-    if plan.source.forward is None:
-        size = list(family.compared_size(config, (size[0], size[1])))
-    schedule, prediction_type = conventions.schedule, conventions.prediction_type
-    low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
-    times = [low + share * (high - low) for share in TIMES]
-    x = torch.randn(len(times), channels, *size, generator=generator(0, Use.CONVERSION_STATES))
-    x *= append_dims(torch.tensor([math.hypot(1 - t, t) for t in times]), x.ndim)
-    native = [_native(schedule, t) for t in times]
-    y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
-    timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
-    given = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
-    # Only the written network takes text that was added.
-    is_added = plan.built.arguments.get("text_dim") != plan.source.arguments.get("text_dim")
-    shared = given.keys() - ({TEXT} if is_added else set())
-    now = torch.tensor(times, dtype=torch.float64)
-    # Small states all at once, so that a large network is read from memory once.
-    at_once = len(times) if math.prod(size) <= _TOGETHER else 1
-    found, wanted = [], []
-    with _InFloat32(), Progress(len(times), "compare with the source") as progress:
-        for rows in torch.arange(len(times)).split(at_once):
-            own: dict[str, Any] = {name: one[rows] for name, one in given.items()}
-            found.append(written.velocity(x[rows], now[rows], **own))
-            known_there = {name: own[name] for name in shared}
-            wanted.append(source(y[rows], timesteps[rows], known_there))
-            progress(len(rows))
-    v, expected = torch.cat(found), torch.cat(wanted)
+    if plan.source.forward is not None:
+        return [channels, height, width]
+    return [channels, *plan.source.family.compared_size(config, (height, width))]
+
+
+def _rows_at_once(states: Tensor) -> int:
+    """How many states run at once: small ones all, so that a large network is read from memory once."""
+    is_small = math.prod(states.shape[2:]) <= _TOGETHER
+    return len(states) if is_small else 1
+
+
+def _velocity_errors(
+    plan: ConversionPlan, levels: _Levels, velocities: Tensor, outputs: Tensor
+) -> dict[float, float]:
+    """Relative errors of the expert's velocities, by time, given the outputs of the source's network."""
+    channels = levels.x.shape[1]
     errors = {}
-    for k, ((a, s, _), t) in enumerate(zip(native, times, strict=True)):
-        predicted = expected[k, :channels].double()
-        closed = _closed_form(prediction_type, predicted, x[k].double(), y[k].double(), a, s, t)
-        errors[round(t, 4)] = ((v[k].double() - closed).norm() / closed.norm().clamp_min(1e-30)).item()
-    return ConversionCheck((torch.cat(outputs) - expected).double().abs().max().item(), errors)
+    for k, t in enumerate(levels.times):
+        a, s, _ = levels.native[k]
+        output, x, y = outputs[k, :channels].double(), levels.x[k].double(), levels.y[k].double()
+        exact = _closed_form(plan.conventions.prediction_type, output, x, y, a, s, t)
+        error = (velocities[k].double() - exact).norm() / exact.norm().clamp_min(1e-30)
+        errors[round(t, 4)] = error.item()
+    return errors
 
 
 def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:

@@ -16,6 +16,8 @@ from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.expert import without_adapter
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
 from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, read_nulls, remedy
+from hddm.networks.components import MODEL_INDEX, STEM, read_config, read_file, read_index, weights_of_variant
+from hddm.networks.encoders import VAES as VAE_KINDS
 from hddm.networks.families import Family, known_family, layouts
 from hddm.networks.folders import (
     WEIGHTS,
@@ -23,22 +25,12 @@ from hddm.networks.folders import (
     of_families,
     open_network,
     parse_config,
-    read_file,
-    read_index,
     refuse_quantised,
     stored_names,
 )
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.vae import (
-    DEFAULT_SCALES,
-    MODEL_INDEX,
-    STEM,
-    identify_vae,
-    read_config,
-    scale_and_shift,
-    weights_of_variant,
-)
+from hddm.networks.vae import identify_vae, scale_and_shift
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
 from hddm.utils.documents import parse_yaml
@@ -117,8 +109,8 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
     path, index = folder / "config.json", _index(above)
-    network, arguments = parse_config(read_config(folder), of_families(folder_layouts().values()), str(path))
-    family = known_family(network)
+    kind, arguments = parse_config(read_config(folder), of_families(folder_layouts().values()), str(path))
+    family = known_family(kind)
     side, stated = reading.sample_size, arguments.get("sample_size")
     if family.states_size and side is not None and stated != [side, side]:
         if stated not in (None, side):
@@ -149,6 +141,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     )
     _refuse_other_family(index.get("scheduler"), declared, above)
     text = PipelineText(above, reading.variant)
+    network = empty_network(kind, arguments, len(weights), str(files[0]))
     return Checkpoint(
         path=folder,
         layout=family.layout,
@@ -156,7 +149,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         weights=weights,
         network=network,
         arguments=arguments,
-        table=_own_table(network, arguments, weights, str(files[0])),
+        table=_own_table(network, weights),
         declared=declared,
         sets=tuple(sets),
         chosen=chosen,
@@ -187,9 +180,9 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
         layout=LAYOUT,
         files=files,
         weights=weights,
-        network=type(network),
+        network=network,
         arguments=arguments,
-        table=_own_table(type(network), arguments, weights, str(files[0])),
+        table=_own_table(network, weights),
         declared=Declared(
             record.schedule,
             str(folder / EXPERT_FILE),
@@ -208,13 +201,11 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     )
 
 
-def _own_table(
-    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
-) -> KeyTable:
-    """Map names in a file of ``kind`` to those of the class; they differ only where older names remain."""
-    names = empty_network(kind, arguments, len(weights), origin).state_dict()
+def _own_table(network: ModelMixin, weights: Weights) -> KeyTable:
+    """Map names in a file to those of its own class; they differ only where older names remain."""
+    names = network.state_dict()
     pairs = [same(old, name) for name, old in stored_names(names, weights).items()]
-    computed = [name for name in known_family(kind).computed if name not in names]
+    computed = [name for name in known_family(network).computed if name not in names]
     return KeyTable(pairs, dict.fromkeys(computed, "computed anew"))
 
 
@@ -312,8 +303,8 @@ def _latents(
     kind = config.get("_class_name")
     if "scaling_factor" in config:
         return scale_and_shift(config, str(path))[0], True, ()
-    if kind in DEFAULT_SCALES:
-        default = DEFAULT_SCALES[kind]
+    if isinstance(kind, str) and kind in VAE_KINDS:
+        default = VAE_KINDS[kind].default_scale
         return default, True, (f"{path}: no scaling_factor, so {kind}'s default {default}",)
     return (
         None,

@@ -24,16 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
+from hddm.networks.encoders import STABLE_DIFFUSION_SCALE
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Family
 from hddm.networks.families.pixart import PIXART
-from hddm.networks.vae import DEFAULT_SCALES
+from hddm.networks.sizes import SIZES
 from hddm.settings import Reading
-from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
-
-LATENT_SCALE = DEFAULT_SCALES["AutoencoderKL"]
 
 
 @dataclass(frozen=True)
@@ -337,7 +335,7 @@ def _pixart_declared(weights: Weights, *_: object) -> Declared:
     if null is not None and null.ndim > 1 and null.shape[-2] == _SIGMA_TOKENS:
         note = f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed"
         return Declared(notes=(note,))
-    return Declared(latent_scale=LATENT_SCALE)
+    return Declared(latent_scale=STABLE_DIFFUSION_SCALE)
 
 
 FACEBOOK_DIT = FileLayout(
@@ -351,7 +349,7 @@ FACEBOOK_DIT = FileLayout(
     arguments=_dit_arguments,
     table=_dit_table,
     forward=_dit_forward,
-    declared=lambda *_: Declared(latent_scale=LATENT_SCALE, notes=(_SIT,)),
+    declared=lambda *_: Declared(latent_scale=STABLE_DIFFUSION_SCALE, notes=(_SIT,)),
     scheduler=LINEAR_BETAS,
 )
 PIXART_ORIGINAL = FileLayout(

@@ -30,7 +30,7 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.fit import Findings, compare_kinds, compare_students
-from hddm.networks.folders import empty_network, sha256_once
+from hddm.networks.folders import sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import UsageError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk
@@ -72,12 +72,11 @@ def merge_experts(
         of = ", ".join(weak)
         found.note(f"the weak models are left out, of {of}, so the result cannot be guided by one")
     found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
-    extras = {
-        name: one.contiguous()
-        for name, one in parts[0].declared.kept.items()
-        if all(name in part.declared.kept and torch.equal(one, part.declared.kept[name]) for part in parts)
-    }
-    files = {f"{k}/{path.name}": sha256_once(path) for k, one in enumerate(parts) for path in one.files}
+    extras = _common_extras(parts)
+    files = {}
+    for number, part in enumerate(parts):
+        for path in part.files:
+            files[f"{number}/{path.name}"] = sha256_once(path)
     update: dict[str, Any] = {
         "weights": "unstated",
         "shard": records[0].shard if all(one.shard == records[0].shard for one in records) else None,
@@ -94,13 +93,23 @@ def merge_experts(
     tensors = _averages(parts, shares)
     refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        write_network(draft, Built(parts[0].network, dict(parts[0].arguments), tensors))
+        write_network(draft, Built(parts[0].network, tensors))
         if extras:
             save_file(extras, draft / EXTRAS_FILE, {"format": "pt"})
         write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
         for name, folder in whole_components(experts[0]).items():
             keep_component(draft, name, folder)
     return found.notes
+
+
+def _common_extras(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:
+    """Tensors that no network needs, where all parts have the same ones."""
+    found = {}
+    for name, tensor in parts[0].declared.kept.items():
+        others = [part.declared.kept.get(name) for part in parts]
+        if all(other is not None and torch.equal(tensor, other) for other in others):
+            found[name] = tensor.contiguous()
+    return found
 
 
 def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
@@ -134,11 +143,10 @@ def _compare(parts: Sequence[Checkpoint], experts: Sequence[Expert], found: Find
 
 
 def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:
-    network = empty_network(part.network, part.arguments, len(part.weights), str(part.path))
     # Lists and tuples mean the same in a config.
-    config = json.loads(json.dumps(dict(network.config)))
+    config = json.loads(json.dumps(dict(part.network.config)))
     return {
-        "network": part.network.__name__,
+        "network": part.class_name,
         **{f"{key} of its network": value for key, value in config.items() if not key.startswith("_")},
         **record.model_dump(mode="json", include=_ALIKE),
         "null values": {name: value.tolist() for name, value in part.nulls.items()},

@@ -3,7 +3,6 @@
 On request the network itself is changed: it gets attention to text.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,18 +24,17 @@ from hddm.checkpoints.sources import (
     resolve_conventions,
     with_shift,
 )
+from hddm.condition_names import TEXT
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.families import known_family
+from hddm.networks.components import MODEL_INDEX
 from hddm.networks.families.dit import IMAGENET_LICENCE
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Interface
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
-from hddm.networks.vae import MODEL_INDEX
 from hddm.settings import Conversion, Reading
-from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, Unstated, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
@@ -49,10 +47,9 @@ _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 
 @dataclass(frozen=True)
 class Built:
-    """A network to write: class, arguments and tensors."""
+    """A network to write: its class and config, in an empty network, and its tensors."""
 
-    network: type[ModelMixin]
-    arguments: dict[str, Any]
+    network: ModelMixin
     tensors: list[Planned]
 
 
@@ -98,8 +95,15 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return open_model(path, reading)
     if (path / "snapshots").is_dir():
         raise HddmError(f"{path}: a hub cache; give the folder of one revision in its snapshots/")
+    return _only_file_in(path, reading)
+
+
+def _only_file_in(folder: Path, reading: Reading) -> Checkpoint:
+    """The only checkpoint file in a folder."""
     sources, refusals = [], []
-    for file in sorted(one for one in path.iterdir() if one.suffix in _ENDINGS):
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in _ENDINGS:
+            continue
         try:
             sources.append(open_file(file, reading))
         except Unstated:
@@ -110,7 +114,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return sources[0]
     found = [str(one.path) for one in sources] + [str(error) for error in refusals]
     raise HddmError(
-        f"{path}: holds none of {EXPERT_FILE}, {MODEL_INDEX} and config.json, and not exactly one "
+        f"{folder}: holds none of {EXPERT_FILE}, {MODEL_INDEX} and config.json, and not exactly one "
         f"checkpoint file (found: {'; '.join(found) or 'none'})"
     )
 
@@ -152,34 +156,35 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     """
     source, missing = open_unstated(path, conversion)
     tensors, extras = _own_tensors(source)
-    built = Built(source.network, dict(source.arguments), tensors)
+    built = Built(source.network, tensors)
     if conversion.text_dim is not None:
-        if known_family(source.network) is not EXPERT or source.arguments.get("text_dim") is not None:
+        if source.family is not EXPERT or source.arguments.get("text_dim") is not None:
             raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
-        named = {one.name: one.read() for one in tensors}
-        weights, config = add_text(named, built.arguments, conversion.text_dim)
-        built = Built(EXPERT.network, config, [as_planned(*item) for item in weights.items()])
-    # For a network whose config does not state it.
-    side = conversion.sample_size
-    size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
-    interface = _stated(lambda: _interface(built, source, size), missing)
-    resolve = functools.partial(resolve_conventions, source, conversion.schedule, conversion.prediction_type)
-    conventions = _stated(resolve, missing)
+        built = _with_text(source, tensors, conversion.text_dim)
+    interface = _stated(lambda: _interface(built, source, conversion.sample_size), missing)
+    conventions = _stated(
+        lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type), missing
+    )
     refuse_unstated(path, missing)
     assert interface is not None
     assert conventions is not None
     conventions = with_shift(conventions, source, interface)
-    if built.network is source.network:
-        extras |= source.declared.kept
-    nulls = dict(source.nulls)
-    family = known_family(built.network)
-    if family.keeps_empty_prompt and (tokens := source.text.empty_prompt()) is not None:
-        nulls[TEXT] = tokens
-    nulls = family.defaults(interface.conditions, interface.sample_shape) | nulls
-    if TEXT in nulls and not nulls[TEXT].any():
-        nulls |= family.null_vectors(built.arguments)
+    extras.update(source.declared.kept)
+    nulls = _nulls(source, interface)
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
+
+
+def _nulls(source: Checkpoint, interface: Interface) -> dict[str, Tensor]:
+    """Null values of conditions: the source's own, and those that its family knows."""
+    family = source.family
+    nulls = family.defaults(interface.conditions, interface.sample_shape) | dict(source.nulls)
+    tokens = source.text.empty_prompt() if family.keeps_empty_prompt else None
+    if tokens is not None:
+        nulls[TEXT] = tokens
+    if TEXT in nulls and not nulls[TEXT].any():
+        nulls |= family.null_vectors(source.arguments)
+    return nulls
 
 
 def _stated(decide: Callable[[], Decided], missing: list[Unstated]) -> Decided | None:
@@ -204,17 +209,28 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     origin = str(source.files[0])
     tensors, extras = source.table.to_ours(source.weights, origin)
     tensors = [replace(one, origin=origin) for one in tensors]
-    network = empty_network(source.network, source.arguments, len(source.weights), origin)
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
-    refuse_other_tensors(network.state_dict(), found, source.files[0], source.network.__name__)
+    refuse_other_tensors(source.network.state_dict(), found, source.files[0], source.class_name)
     return tensors, extras
 
 
-def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
-    # The network's config has the defaults of its class besides the arguments.
-    network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
+def _with_text(source: Checkpoint, tensors: Sequence[Planned], text_dim: int) -> Built:
+    """The source's network with attention to text, which makes it another network."""
+    named = {one.name: one.read() for one in tensors}
+    weights, config = add_text(named, source.arguments, text_dim)
+    network = empty_network(EXPERT.network, config, len(weights), str(source.path))
+    return Built(network, [as_planned(*item) for item in weights.items()])
+
+
+def _interface(built: Built, source: Checkpoint, side: int | None) -> Interface:
+    """Inputs of the network; ``side`` is a sample's, for a network whose config does not state it."""
+    size = None if side is None else (side, side)
+    if source.record is not None:
+        _, height, width = source.record.sample_shape
+        size = (height, width)
     try:
-        return known_family(built.network).interface(network.config, size)
+        # The network's config has the defaults of its class besides the arguments.
+        return source.family.interface(built.network.config, size)
     except Unstated as error:
         raise Unstated(source.path, f"{error.origin} {error.text}", error.option) from error
     except HddmError as error:
@@ -227,7 +243,11 @@ def _record(
     own = source.record
     vae = source.vae if own is None else own.latent_space
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
-    text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
+    text_encoder = None
+    if own is not None:
+        text_encoder = own.text_encoder
+    elif TEXT in interface.conditions:
+        text_encoder = source.text.record
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
         "schedule": conversion.schedule.name if conversion.schedule else None,
@@ -291,7 +311,7 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         + (f"{record.latent_scale:g}" if record.latent_scale is not None else "not stated"),
         f"conditions: {', '.join(record.conditions) or 'none'}"
         + (f" (null class {record.null_class})" if record.null_class is not None else ""),
-        f"network: {plan.built.network.__name__}, {parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
+        f"network: {type(plan.built.network).__name__}, {parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
         f"licence: {record.licence or 'not stated by the source (`licence` records it)'}",
     ]
     if record.noise_range != WHOLE:

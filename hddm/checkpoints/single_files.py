@@ -17,8 +17,9 @@ from hddm.checkpoints.layouts import (
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
+from hddm.networks.components import read_file
 from hddm.networks.families.dit import licence_of_dit
-from hddm.networks.folders import empty_network, read_file, refuse_quantised
+from hddm.networks.folders import empty_network, refuse_quantised
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError
 
@@ -53,7 +54,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     weights, prefix = sets[chosen]
     refuse_quantised(weights, path)
     arguments = layout.arguments(weights, reading, str(path))
-    names = empty_network(layout.family.network, arguments, len(weights), str(path)).state_dict()
+    network = empty_network(layout.family.network, arguments, len(weights), str(path))
     declared = layout.declared({**rest, **weights}, arguments, reading, str(path))
     header = read_headers([path])
     declared = replace(declared, notes=(*declared.notes, *header.notes))
@@ -65,9 +66,9 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         layout=layout.name,
         files=(path,),
         weights=weights,
-        network=layout.family.network,
+        network=network,
         arguments=arguments,
-        table=layout.table(names, arguments, str(path)),
+        table=layout.table(network.state_dict(), arguments, str(path)),
         forward=lambda: layout.forward(weights, arguments),
         declared=declared,
         sets=tuple(sets),

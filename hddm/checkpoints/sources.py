@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import Header
 from hddm.experts.records import ExpertRecord
-from hddm.networks.families import known_family
+from hddm.networks.families import Family, known_family
 from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
@@ -66,11 +66,14 @@ def same(foreign: str, ours: str) -> Pair:
 
 def module(foreign: str | Sequence[str], ours: str | Sequence[str]) -> list[Pair]:
     """Weight and bias of a module under two names, or of a fused module and its equal parts."""
-    theirs, own = ((one,) if isinstance(one, str) else one for one in (foreign, ours))
-    return [
-        Pair(tuple(f"{name}.{leaf}" for name in theirs), tuple(f"{name}.{leaf}" for name in own))
-        for leaf in ("weight", "bias")
-    ]
+    theirs = (foreign,) if isinstance(foreign, str) else foreign
+    own = (ours,) if isinstance(ours, str) else ours
+    pairs = []
+    for leaf in ("weight", "bias"):
+        foreign_names = tuple(f"{name}.{leaf}" for name in theirs)
+        own_names = tuple(f"{name}.{leaf}" for name in own)
+        pairs.append(Pair(foreign_names, own_names))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,14 @@ def as_planned(name: str, tensor: Tensor) -> Planned:
 
 def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planned]:
     """The tensors ``ours`` of ``pairs``, from those called ``foreign``."""
-    known = dict.fromkeys(name for pair in pairs for name in pair.foreign)
+    # In their order: a dictionary, not a set.
+    known: dict[str, None] = {}
+    for pair in pairs:
+        known |= dict.fromkeys(pair.foreign)
     problems = [f"missing {name}" for name in known if name not in weights]
-    problems += [f"left over {name} {tuple(one.shape)}" for name, one in weights.items() if name not in known]
+    for name, tensor in weights.items():
+        if name not in known:
+            problems.append(f"left over {name} {tuple(tensor.shape)}")
     if problems:
         raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}")
     planned: list[Planned] = []
@@ -160,15 +168,16 @@ class Declared:
 class Checkpoint:
     """A pretrained checkpoint before conversion: tensors under the layout's names, mapped from disk.
 
-    ``network`` and ``arguments`` define the network of the same function, ``table`` maps names to it, and
-    ``forward`` builds the layout's own network, None where that is the class itself.
+    ``network`` computes the same function. It was built from ``arguments`` when the checkpoint was opened,
+    and is empty (on the meta device) until the check of a conversion fills it. ``table`` maps names to it,
+    and ``forward`` builds the layout's own network, None where that is the class itself.
     """
 
     path: Path
     layout: str
     files: tuple[Path, ...]
     weights: dict[str, Tensor]
-    network: type[ModelMixin]
+    network: ModelMixin
     arguments: Mapping[str, Any]
     table: KeyTable
     declared: Declared
@@ -188,6 +197,16 @@ class Checkpoint:
     """Of the components' weights files."""
     record: ExpertRecord | None = None
     """Of an expert folder."""
+
+    @property
+    def family(self) -> Family:
+        """The family of its network."""
+        return known_family(self.network)
+
+    @property
+    def class_name(self) -> str:
+        """The class of its network."""
+        return type(self.network).__name__
 
 
 def choose_set(sets: Mapping[WeightSet, Any], chosen: WeightSet | None, origin: str) -> WeightSet:
@@ -240,29 +259,25 @@ def resolve_conventions(
             f"{source.path}: an expert folder states its own schedule and prediction type; drop `schedule` "
             "and `prediction_type`"
         )
-    declared, notes = source.declared, list[str]()
-    config, origin, is_rule = declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
-    if schedule_file is not None:
-        if config is not None and not is_rule:
-            notes.append(f"{schedule_file} instead of {origin}")
-        config, origin, is_rule = read_json(schedule_file), str(schedule_file), False
-    if config is None:
-        text = "says nothing about the schedule that it was trained on; pass `schedule` with its"
-        key = ", which says rescale_betas_zero_snr" if declared.is_zero_snr else ""
-        raise Unstated(source.path, f"{text} scheduler_config.json{key}", "schedule")
+    notes: list[str] = []
+    config, origin, is_rule = _scheduler_of(source, schedule_file, notes)
+    is_own_record = "name" in config
     try:
-        schedule = from_config(config) if "name" in config else from_diffusers(config)
-        own = None if "name" in config or is_rule else declared_prediction_type(config)
-        in_config = own and PredictionType.parse(own)
+        schedule = from_config(config) if is_own_record else from_diffusers(config)
+        in_config = None if is_own_record or is_rule else declared_prediction_type(config)
+        if in_config:
+            in_config = PredictionType.parse(in_config)
     except HddmError as error:
         raise HddmError(f"{origin}: {error}") from error
     _refuse_signal(source, schedule, origin)
     stated = [
         Stated(prediction_type, "`prediction_type`"),
-        Stated(declared.prediction_type, declared.prediction_origin),
+        Stated(source.declared.prediction_type, source.declared.prediction_origin),
         Stated(in_config, origin),
     ]
-    by_user = prediction_type or (None if schedule_file is None else in_config)
+    by_user = prediction_type
+    if by_user is None and schedule_file is not None:
+        by_user = in_config
     for place, value in source.header.predictions.items():
         if by_user is None:
             stated.append(Stated(value, place))
@@ -272,13 +287,7 @@ def resolve_conventions(
         stated.append(Stated(default_prediction_type(config), origin))
     found, place = _agreed(source, stated, by_user is not None)
     if found is None:
-        if "name" in config:
-            kinds = "epsilon (Stable Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
-            text = f"does not say what it predicts; pass `prediction_type` {kinds}"
-            raise Unstated(source.path, text, "prediction_type")
-        found, name = default_prediction_type(config), config.get("_class_name", "DDPMScheduler")
-        place = f"the default of {name}"
-        notes.append(f"{origin}: no prediction_type, so {name}'s default {found}")
+        found, place = _default_of(source, config, origin, notes)
     elif place in source.header.predictions or (is_rule and place == origin):
         notes.append(f"{found} by {place}")
     kind = PredictionType.parse(found)
@@ -289,6 +298,35 @@ def resolve_conventions(
         )
     scale = _time_scale(schedule, config, source, origin)
     return Conventions(schedule, kind, scale, origin, place, tuple(notes), config)
+
+
+def _scheduler_of(
+    source: Checkpoint, schedule_file: Path | None, notes: list[str]
+) -> tuple[Mapping[str, Any], str, bool]:
+    """The scheduler config, the place that states it, and whether that is the rule of a layout's code."""
+    declared = source.declared
+    if schedule_file is not None:
+        if declared.scheduler is not None and not declared.is_layout_rule:
+            notes.append(f"{schedule_file} instead of {declared.scheduler_origin}")
+        return read_json(schedule_file), str(schedule_file), False
+    if declared.scheduler is None:
+        text = "says nothing about the schedule that it was trained on; pass `schedule` with its"
+        key = ", which says rescale_betas_zero_snr" if declared.is_zero_snr else ""
+        raise Unstated(source.path, f"{text} scheduler_config.json{key}", "schedule")
+    return declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
+
+
+def _default_of(
+    source: Checkpoint, config: Mapping[str, Any], origin: str, notes: list[str]
+) -> tuple[str, str]:
+    """What the class of a scheduler config predicts by default, and the place that says so."""
+    if "name" in config:
+        kinds = "epsilon (Stable Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+        text = f"does not say what it predicts; pass `prediction_type` {kinds}"
+        raise Unstated(source.path, text, "prediction_type")
+    found, name = default_prediction_type(config), config.get("_class_name", "DDPMScheduler")
+    notes.append(f"{origin}: no prediction_type, so {name}'s default {found}")
+    return found, f"the default of {name}"
 
 
 def _agreed(source: Checkpoint, stated: Sequence[Stated], by_user: bool) -> Stated:
@@ -329,7 +367,7 @@ def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoin
         return source.record.time_scale
     if isinstance(schedule, DiscreteSchedule):
         return 1.0
-    return flow_steps(config, origin) / known_family(source.network).time_factor
+    return flow_steps(config, origin) / source.family.time_factor
 
 
 def with_shift(conventions: Conventions, source: Checkpoint, interface: Interface) -> Conventions:
@@ -348,11 +386,11 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
         return conventions
     config, origin = conventions.scheduler, conventions.schedule_source
     size = "×".join(map(str, interface.sample_shape[1:]))
-    notes = [
-        f"{origin}: {key} is {str(config[key])[:40]}; the sampler's time grid is kept without it"
-        for key in _OTHER_GRIDS
-        if config.get(key)
-    ]
+    notes = []
+    for key in _OTHER_GRIDS:
+        if config.get(key):
+            text = "the sampler's time grid is kept without it"
+            notes.append(f"{origin}: {key} is {str(config[key])[:40]}; {text}")
     if not config.get("use_dynamic_shifting"):
         shift = config.get("flow_shift" if config.get("use_flow_sigmas") else "shift", 1.0)
     elif interface.num_patches is None:
@@ -368,11 +406,12 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
             f"{interface.num_patches} patches; at another size it is another"
         )
     if not isinstance(shift, int | float) or not 1 / LARGEST_SHIFT <= shift <= LARGEST_SHIFT:
-        is_told = source.arguments.get("sample_size") is None
-        remedy = f"pass another `sample_size` {IN_LATENTS}, or " if is_told else ""
+        remedy = "correct the config"
+        if source.arguments.get("sample_size") is None:
+            remedy = f"pass another `sample_size` {IN_LATENTS}, or {remedy}"
         raise HddmError(
             f"{origin}: shifts times by {str(shift)[:40]} at {size}; a shift is from "
-            f"{1 / LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}: {remedy}correct the config"
+            f"{1 / LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}: {remedy}"
         )
     return replace(conventions, shift=float(shift), notes=(*conventions.notes, *notes))
 

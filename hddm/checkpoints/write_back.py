@@ -19,11 +19,11 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.families import Family, known_family
+from hddm.networks.components import MODEL_INDEX
+from hddm.networks.families import Family
 from hddm.networks.families.family import Pipeline
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import encoder_classes, index_content, several_in, texts_facts, zeros_in
-from hddm.networks.vae import MODEL_INDEX
 from hddm.prompt_router import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
@@ -111,9 +111,9 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
     if record.training_calibration:
         text = f"was trained together with its calibration, which layout {layout} cannot hold"
         raise HddmError(f"{source.path}: {text}")
-    is_other = known_family(source.network) is not family
+    is_other = source.family is not family
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
-        raise HddmError(f"`to_layout` {layout}: cannot hold the {source.network.__name__} of {source.path}")
+        raise HddmError(f"`to_layout` {layout}: cannot hold the {source.class_name} of {source.path}")
     chain = record.source
     if layout not in FILE_LAYOUTS or (chain is not None and chain.first.layout == layout):
         return
@@ -145,7 +145,7 @@ def _write_pipeline(
     component = pipeline.network
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]
-    write_network(draft / component, Built(family.network, dict(source.arguments), tensors))
+    write_network(draft / component, Built(source.network, tensors))
     index: dict[str, object] = {
         "_class_name": pipeline.name,
         "_diffusers_version": diffusers.__version__,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,9 +37,9 @@ from hddm.data.shard_records import (
     read_images_manifest,
 )
 from hddm.data.shards import RowLayout, layout_of
+from hddm.networks.encoders import CLIP
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import (
-    CLIP,
     cuts,
     embed,
     read_text_encoder,
@@ -56,8 +56,7 @@ from hddm.utils.tensors import available_device
 from hddm.utils.work import open_draft
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny
-    from transformers import CLIPTextModel, CLIPTokenizer
+    from hddm.networks.families.vaes import Vae
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +195,9 @@ class _Encoder:
     settings: EncodingSettings
     encoding: EncodingRecord
     images: tuple[int, int, int]
-    vae: "AutoencoderKL | AutoencoderTiny | None"
+    vae: "Vae | None"
     vae_record: VaeRecord | None
-    text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
+    text: tuple[Any, Any] | None
     text_record: TextEncoderRecord | None
 
     @cached_property

@@ -30,6 +30,7 @@ from hddm.data.shard_records import (
     read_manifest,
     sketch_of,
 )
+from hddm.networks.encoders import has_deviation
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside
@@ -280,7 +281,7 @@ def layout_of(
     """Tensors of a data file."""
     names = [PIXELS]
     if vae is not None:
-        names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
+        names = [MEAN, DEVIATION] if has_deviation(vae.kind) else [MEAN]
         names += [MIRRORED + name for name in names] if encoding.mirrored else []
     layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
     if text_encoder is not None:

@@ -51,8 +51,8 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.fit import Findings, are_alike
+from hddm.networks.components import MODEL_INDEX
 from hddm.networks.folders import sha256_once
-from hddm.networks.vae import MODEL_INDEX
 from hddm.settings import AssemblySettings, keywords
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError

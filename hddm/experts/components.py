@@ -13,10 +13,12 @@ from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_
 from hddm.experts.expert import Expert, experts_in, with_decisions
 from hddm.experts.parts import numbers_of, topics_of, vaes_of
 from hddm.fit import Findings
+from hddm.networks.components import read_config
+from hddm.networks.encoders import replaced_by
 from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae
 from hddm.networks.prompts import several_in, texts_facts
-from hddm.networks.vae import read_config, vae_facts
+from hddm.networks.vae import vae_facts
 from hddm.prompt_router import Topic
 from hddm.utils.errors import UsageError, an
 from hddm.utils.files import inside
@@ -119,7 +121,7 @@ def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> No
                 found.note(f"{one.name} has an {unread}; {name} is taken on trust")
         elif record.vae is None:
             found.note(f"{one.name} does not record its VAE; taken on trust")
-            if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
+            if not replaced_by(vae.kind) and record.latent_scale not in (None, vae.scale):
                 found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")
         elif record.vae.kind != vae.kind:
             # A distilled VAE of the same latents has other weights and another scale of its own.

@@ -26,13 +26,14 @@ from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record, write_records
+from hddm.networks.components import MODEL_INDEX, read_config, read_weights
+from hddm.networks.components import STEM as VAE_STEM
+from hddm.networks.encoders import READ_TEXT_ENCODERS, READ_VAES, TOKENIZERS
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
-from hddm.networks.vae import MODEL_INDEX, read_config, read_weights
-from hddm.networks.vae import STEM as VAE_STEM
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
@@ -59,7 +60,7 @@ SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 ClassName = tuple[str, str]
-"""Library and class, as in ("diffusers", "AutoencoderKL")."""
+"""Library and class of a component, as a pipeline's index names them."""
 
 KEPT = ("vae", "text_encoder", "tokenizer")
 """Components that a converted expert may have besides its network, one folder each."""
@@ -80,13 +81,12 @@ def unnumbered(name: str) -> str:
 COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
 """Components that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
-    "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
+    "vae": tuple(("diffusers", name) for name in READ_VAES),
     "text_encoder": (
-        ("transformers", "CLIPTextModel"),
-        ("transformers", "T5EncoderModel"),
+        *(("transformers", name) for name in READ_TEXT_ENCODERS),
         ("hddm", "PromptEncoders"),
     ),
-    "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
+    "tokenizer": tuple(("transformers", name) for name in TOKENIZERS),
 }
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),

@@ -17,11 +17,11 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
+from hddm.networks.components import STEM
 from hddm.networks.families import Family, families, family_of
 from hddm.networks.families.former import renamed
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
-from hddm.utils.files import file_kind, identity_of, inside, read_json, sha256_of
-from hddm.utils.pickles import read_pickle
+from hddm.utils.files import identity_of, read_json, sha256_of
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
@@ -143,15 +143,26 @@ def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str
     """Map each of a network's ``names`` to its name in a file: a former one if only that is ``stored``."""
     found = {}
     for name in names:
-        former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
-        found[name] = former if name not in stored and former in stored else name
+        former = _former_name(name)
+        is_former = name not in stored and former in stored
+        found[name] = former if is_former else name
     return found
+
+
+def _former_name(name: str) -> str:
+    for new, old in _ATTENTION.items():
+        if new in name:
+            return name.replace(new, old)
+    return name
 
 
 def misfits(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
     """Describe every tensor that is missing, left over, of another shape or of integers."""
-    problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
-    problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
+    problems = []
+    for key in expected.keys() - found.keys():
+        problems.append(f"missing {key} {tuple(expected[key].shape)}")
+    for key in found.keys() - expected.keys():
+        problems.append(f"left over {key} {tuple(found[key].shape)}")
     for key in expected.keys() & found.keys():
         wanted, given = expected[key], found[key]
         if wanted.shape != given.shape:
@@ -194,7 +205,7 @@ def _compute(
     network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(name), persistent=False)
 
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS = f"{STEM}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -239,8 +250,9 @@ def unread_network(folder: Path, classes: Classes[Network], weights: Path | None
 
 def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
     """A network of ``kind`` for a weights file; raises as `open_network`."""
-    header, _ = read_header(weights)
-    empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
+    empty = {}
+    for name, info in read_header(weights)[0].items():
+        empty[name] = torch.empty(info.shape, dtype=info.dtype, device="meta")
     network = fitting(kind, arguments, empty, weights, origin)
     fill(network, empty, arguments, origin)
     return Unread(network, WeightsReader(weights))
@@ -259,7 +271,8 @@ def refuse_other_tensors(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
 ) -> None:
     """Raise an `HddmError` that lists all `misfits` of the file ``path``, if any, or says it is quantised."""
-    if problems := misfits(expected, found):
+    problems = misfits(expected, found)
+    if problems:
         refuse_quantised(found, path)
         raise HddmError(f"{path}: does not fit its {config}: {'; '.join(shown(problems))}")
 
@@ -335,43 +348,3 @@ def sha256_once(path: Path) -> str:
 
 
 _HASHES: dict[tuple[int, ...], str] = {}
-
-
-def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
-    is_safe = file_kind(path) == "safetensors"
-    return dict(read_safetensors(path)) if is_safe else read_pickle(path, allow_pickle)
-
-
-def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:
-    """Read all tensors of a ``.safetensors.index.json`` or ``.bin.index.json``, and list its shards.
-
-    Shards are read by their content; ``allow_pickle`` is as for `read_pickle`. Raises `HddmError` for a
-    broken index, a shard outside the folder (before any is opened), an unreadable shard, and any tensor on
-    which index and shards disagree.
-    """
-    weight_map: Any = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
-    for key, name in weight_map.items():
-        if not isinstance(name, str) or "/" in name:
-            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a plain file name")
-        inside(path.parent, name)
-    tensors: dict[str, Tensor] = {}
-    problems = []
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        # Messages should show the name in the folder, not the hash behind a link.
-        for key, value in read_file(path.parent / name, allow_pickle).items():
-            if not isinstance(value, Tensor):
-                problems.append(f"{name}: {key!r} is {an(type(value).__name__)}")
-            elif weight_map.get(key) == name:
-                tensors[key] = value
-            else:
-                stated = weight_map.get(key, "no file")
-                problems.append(f"{name} holds {key!r}, which the index gives to {stated}")
-    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
-    if problems:
-        listed = "; ".join(shown(sorted(problems), 10))
-        raise HddmError(f"{path}: does not fit its files, fetch them again: {listed}")
-    return tensors, [path.parent / name for name in names]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from hddm.networks.encoders import replaced_by
 from hddm.utils.errors import an
 from hddm.utils.records import AboveZero, Record
 
@@ -45,12 +46,12 @@ class UnreadVae(Record):
     def misfit(self, vae: VaeRecord) -> str | None:
         """How ``vae`` differs from this one, in words; None where it is this one, or could be.
 
-        Where the weights could not be read, another one of the same class and scale could be; and an
-        AutoencoderTiny, which has a scale of its own, in place of an AutoencoderKL with one scale.
+        Where the weights could not be read, another one of the same class and scale could be. So could a
+        distilled one, which has a scale of its own, if this one has one scale for all channels.
         """
         if self.scale is None or self.shift is None:
             return "its latents are not scaled by one number"
-        if self.kind == "AutoencoderKL" and vae.kind == "AutoencoderTiny":
+        if self.kind in replaced_by(vae.kind):
             return None
         if self.fingerprint is not None and self.fingerprint != vae.fingerprint:
             return f"fingerprint {vae.fingerprint}, not {self.fingerprint}"

@@ -24,14 +24,14 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from hddm.condition_names import TEXT
+from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
+from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
-    CLIP,
-    ENCODER_CLASSES,
     STEM,
-    T5,
     Embedded,
     class_stated,
     cuts,
@@ -44,7 +44,6 @@ from hddm.networks.text_encoder import (
     text_encoder_class,
     text_encoder_facts,
 )
-from hddm.networks.vae import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.files import inside, read_json, write_json
 
@@ -65,7 +64,7 @@ def encoder_classes(pipeline: str) -> dict[str, str]:
     for number, kind in enumerate(prompts_of(pipeline).encoders):
         end = f"_{number + 1}" if number else ""
         found[f"text_encoder{end}"] = kind
-        found[f"tokenizer{end}"] = "T5Tokenizer" if kind == T5 else "CLIPTokenizer"
+        found[f"tokenizer{end}"] = TEXT_ENCODERS[kind].tokenizer
     return found
 
 
@@ -85,7 +84,7 @@ def refuse_other_parts(folder: Path, pipeline: str) -> None:
         place = inside(folder, name)
         if name.startswith("tokenizer"):
             read_config(place, "tokenizer_config.json")
-        elif text_encoder_class(read_config(place)) != ENCODER_CLASSES[kind]:
+        elif text_encoder_class(read_config(place)) != TEXT_ENCODERS[kind].name:
             raise HddmError(f"{place}/config.json: is of no {kind}")
 
 
@@ -143,7 +142,7 @@ class PromptEncoders(nn.Module):
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
         refuse_non_finite_tokens(tokens)
-        return Embedded({"encoder_hidden_states": tokens, family.pooled: pooled}, pooled)
+        return Embedded({TEXT: tokens, family.pooled: pooled}, pooled)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the parts into ``folder``."""

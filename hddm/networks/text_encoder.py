@@ -13,24 +13,27 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
+from hddm.condition_names import TEXT, TEXT_MASK
+from hddm.networks.components import class_in, read_config, read_weights
+from hddm.networks.encoders import (
+    CLIP,
+    CLIP_PROJECTED,
+    CLIP_TOKENIZER,
+    PIPELINE,
+    T5,
+    TEXT_ENCODERS,
+    TOKENIZERS,
+)
 from hddm.networks.families import pipelines
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
-from hddm.networks.vae import class_in, read_config, read_weights
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
 STEM = "model"
-CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
-ENCODER_CLASSES: Mapping[str, str] = {CLIP: CLIP, CLIP_PROJECTED: CLIP, T5: T5}
-"""Class that reads a text encoder, by the class that its config names."""
-TOKENIZERS = ("CLIPTokenizer", "T5Tokenizer")
-"""Classes that read a tokenizer; its config may name them with "Fast" at the end."""
 T5_TOKENS = 300
 """Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
-PIPELINE = "pipeline"
-"""Key that an expert keeps in the config of PixArt's text encoder: the class of its pipeline."""
 # The loader hands every key of both files to the class, and some name files or positional arguments.
 _KEYS = {
     *("__type", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend"),
@@ -49,20 +52,8 @@ _SPECIAL_KEYS = {
 MOST_ADDED = 1000
 """Tokens that a tokenizer adds to its vocabulary at most; T5 adds 100."""
 _INPUTS = ("input_ids", "attention_mask")
-_SIZES = {
-    CLIP: (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("max_position_embeddings", "hidden_act", "layer_norm_eps", "projection_dim"),
-    ),
-    T5: (
-        *("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "layer_norm_epsilon", PIPELINE),
-        *("relative_attention_num_buckets", "relative_attention_max_distance", "feed_forward_proj"),
-    ),
-}
-_LAYERS = {CLIP: "num_hidden_layers", T5: "num_layers"}
 _VOCABULARY = 49408
 _PREFIX = "text_model."
-_TOKENS = "encoder_hidden_states"
 # Constants, T5's second name for its shared.weight, and what makes CLIP's projected output.
 _UNUSED = ("embeddings.position_ids", "encoder.embed_tokens.weight", "text_projection.weight")
 
@@ -93,7 +84,7 @@ def read_tokenizer(folder: Path) -> Any:
             if key not in allowed:
                 hint = did_you_mean(key, allowed)
                 raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
-    parts = ("vocab.json", "merges.txt") if kind == "CLIPTokenizer" else ("spiece.model",)
+    parts = ("vocab.json", "merges.txt") if kind == CLIP_TOKENIZER else ("spiece.model",)
     missing = [name for name in parts if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
     if missing and not (folder / "tokenizer.json").is_file():
@@ -188,7 +179,7 @@ class Embedded(NamedTuple):
     @property
     def tokens(self) -> Tensor:
         """Hidden states (N, tokens, width)."""
-        return self.conditions["encoder_hidden_states"]
+        return self.conditions[TEXT]
 
 
 def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True) -> Embedded:
@@ -216,8 +207,8 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     refuse_non_finite_tokens(tokens)
     if is_clip:
         ends = end_of_text(ids, tokenizer).to(device)
-        return Embedded({_TOKENS: tokens}, tokens[torch.arange(len(ids)), ends])
-    found = {_TOKENS: tokens, "encoder_attention_mask": mask.to(device)}
+        return Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends])
+    found = {TEXT: tokens, TEXT_MASK: mask.to(device)}
     return Embedded(found, mean_of_text(tokens, mask))
 
 
@@ -300,7 +291,7 @@ def text_encoder_class(config: Mapping[str, Any]) -> str | None:
     """Class that reads the text encoder of a config; None for one that hddm does not know."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 else None
-    return ENCODER_CLASSES.get(name) if isinstance(name, str) else None
+    return TEXT_ENCODERS[name].name if isinstance(name, str) and name in TEXT_ENCODERS else None
 
 
 def class_stated(config: Mapping[str, Any]) -> str:
@@ -323,10 +314,11 @@ def _open(
     unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     weights = {key: value for key, value in weights.items() if key not in unused}
+    known, layers = TEXT_ENCODERS[kind], config.get(TEXT_ENCODERS[kind].layers)
     # Modules cost time and memory even on the meta device.
-    if not isinstance(layers := config.get(_LAYERS[kind]), int) or layers > len(weights):
-        raise HddmError(f"{origin}: {_LAYERS[kind]} is {str(layers)[:40]} for {len(weights)} tensors")
-    sizes = {key: config[key] for key in _SIZES[kind] if key in config}
+    if not isinstance(layers, int) or layers > len(weights):
+        raise HddmError(f"{origin}: {known.layers} is {str(layers)[:40]} for {len(weights)} tensors")
+    sizes = {key: config[key] for key in known.sizes if key in config}
     owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
     try:
         if wrong := [key for key, one in sizes.items() if isinstance(one, int) and one < 1]:

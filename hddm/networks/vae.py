@@ -1,7 +1,6 @@
 """The VAE of a latent expert: read strictly, identified by its encoder, decoding latents to images."""
 
 import contextlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,102 +8,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.components import STEM, read_config, read_weights
+from hddm.networks.encoders import READ_VAES, VAES
 from hddm.networks.folders import (
     empty_network,
     fill,
     of_diffusers,
     parse_config,
-    read_index,
     refuse_other_tensors,
     stored_names,
 )
 from hddm.networks.identity import UnreadVae, VaeRecord, fingerprint
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import inside, read_json
-from hddm.utils.tensors import read_safetensors, refuse_non_finite
+from hddm.utils.tensors import refuse_non_finite
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny
+    from hddm.networks.families.vaes import Vae
 
-MODEL_INDEX = "model_index.json"
-_TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
-_CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
-
-
-def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Read a component's JSON file ``name``.
-
-    Raises `HddmError` for a file that is missing, leaves the folder or names foreign code.
-    """
-    config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
-    for key in _CODE:
-        if key in config:
-            text = "which names code of its own; hddm does not run it"
-            raise HddmError(f"{folder / name}: has a key {key!r}, {text}")
-    return config
-
-
-def class_in(folder: Path) -> str | None:
-    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index, else "" for none.
-
-    Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
-    ``FluxPipeline``.
-    """
-    if not (folder / MODEL_INDEX).is_file():
-        return None
-    stated = read_config(folder, MODEL_INDEX).get("_class_name")
-    return "" if stated is None else _TASKS.sub("", str(stated))
-
-
-def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
-    """Name of the weights file: that of ``variant``, else ``stem.safetensors``, else the float16 copy.
-
-    Of weights in several files it is their index.
-    """
-    found = (weights_of_variant(folder, stem, kind) for kind in dict.fromkeys((variant, None, "fp16")))
-    return next(filter(None, found), None)
-
-
-def weights_of_variant(
-    folder: Path, stem: str, variant: str | None, ending: str = "safetensors"
-) -> str | None:
-    """Name of the weights file of this ``variant``, or of its index."""
-    dot = f".{variant}" if variant else ""
-    plain, index = f"{stem}{dot}.{ending}", f"{stem}.{ending}.index{dot}.json"
-    names = (plain, index, f"{plain}.index.json")
-    return next((one for one in names if _is_there(folder / one)), None)
-
-
-def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
-    """The file that `find_weights` names, and its mapped tensors.
-
-    Raises `HddmError` for a file that is missing or broken, or a link that leaves the folder.
-    """
-    name = find_weights(folder, stem, variant)
-    if name is None:
-        pickled = [path.name for path in sorted(folder.glob("*.bin"))]
-        hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
-        raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
-    if name.endswith(".json"):
-        return folder / name, read_index(folder / name)[0]
-    return folder / name, read_safetensors(inside(folder, name))
-
-
-def _is_there(path: Path) -> bool:
-    # A broken link is there, and `inside` says what is wrong with it.
-    return path.exists() or path.is_symlink()
-
-
-STEM = "diffusion_pytorch_model"
-VAE_CLASSES = of_diffusers("AutoencoderKL", "AutoencoderTiny")
+VAE_CLASSES = of_diffusers(*READ_VAES)
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
-DEFAULT_SCALES = {"AutoencoderKL": 0.18215, "VQModel": 0.18215, "AutoencoderTiny": 1.0}
-"""Scales of classes whose config omits it."""
 _PER_CHANNEL = ("latents_mean", "latents_std")
 
 
-def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL | AutoencoderTiny":
+def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "Vae":
     """Read the VAE in a diffusers folder, in evaluation mode, whatever the dtype of its file.
 
     Raises `HddmError` for a file that is missing or leaves the folder, another class, an unknown config key,
@@ -122,9 +49,13 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
     """
     network, weights, _, _ = _open(folder, variant)
-    encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
     scale, shift = scale_and_shift(network.config)
-    return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
+    found = fingerprint(_encoder_of(weights))
+    return VaeRecord(kind=type(network).__name__, fingerprint=found, scale=scale, shift=shift)
+
+
+def _encoder_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
 
 
 def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | UnreadVae:
@@ -136,6 +67,7 @@ def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | Unread
 
 
 def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
+    """What can still be known of a VAE that cannot be read."""
     config: dict[str, Any] = {}
     with contextlib.suppress(HddmError):
         config = read_config(folder)
@@ -143,11 +75,12 @@ def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
     scale, shift = None, None
     if not any(config.get(key) is not None for key in _PER_CHANNEL):
         with contextlib.suppress(HddmError):
-            scale, shift = scale_and_shift({"scaling_factor": DEFAULT_SCALES.get(kind)} | config)
+            default = VAES[kind].default_scale if kind in VAES else None
+            scale, shift = scale_and_shift({"scaling_factor": default} | config)
     found = None
     with contextlib.suppress(HddmError):
         _, weights = read_weights(folder, STEM, variant)
-        found = fingerprint({key: one for key, one in weights.items() if key.startswith(_ENCODER)} or weights)
+        found = fingerprint(_encoder_of(weights) or weights)
     return UnreadVae(kind=kind, reason=reason, fingerprint=found, scale=scale, shift=shift)
 
 
@@ -156,17 +89,17 @@ def vae_class(vae: nn.Module) -> str:
     return type(getattr(vae, "_orig_mod", vae)).__name__
 
 
-def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
+def scale_of(vae: "Vae") -> int:
     """Ratio of the VAE's image width to its latent width."""
     levels = vae.config.get("decoder_block_out_channels") or vae.config["block_out_channels"]
     return int(2 ** (len(levels) - 1))
 
 
-def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tensor, Tensor | None]:
+def encode(vae: "Vae", images: Tensor) -> tuple[Tensor, Tensor | None]:
     """Mean and standard deviation (N, C, h, w) of z for ``images`` (N, 3, H, W) in [-1, 1], float32.
 
-    z is neither shifted nor scaled; an `AutoencoderTiny` has no deviation. Raises `HddmError` for images that
-    the VAE does not take, and for z that is not finite.
+    z is neither shifted nor scaled; some classes have no deviation (`hddm.networks.encoders`). Raises
+    `HddmError` for images that the VAE does not take, and for z that is not finite.
     """
     factor, channels = scale_of(vae), vae.config.in_channels
     if images.ndim != 4 or images.shape[1] != channels or any(side % factor for side in images.shape[2:]):
@@ -175,20 +108,22 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
     with torch.no_grad():
         encoded = vae.encode(images.to(vae.device, vae.dtype))
     distribution = getattr(encoded, "latent_dist", None)
-    found = (encoded.latents,) if distribution is None else (distribution.mean, distribution.std)
-    for latents in found:
-        _refuse_images(latents, "latents of images", "encode in float32")
-    mean, *deviation = (latents.float() for latents in found)
-    return mean, deviation[0] if deviation else None
+    what, remedy = "latents of images", "encode in float32"
+    if distribution is None:
+        _refuse_images(encoded.latents, what, remedy)
+        return encoded.latents.float(), None
+    _refuse_images(distribution.mean, what, remedy)
+    _refuse_images(distribution.std, what, remedy)
+    return distribution.mean.float(), distribution.std.float()
 
 
-def latents_of(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> Tensor:
+def latents_of(vae: "Vae", images: Tensor) -> Tensor:
     """Latents (z - shift) × scale (N, C, h, w), for the mean of z, which `decode` makes ``images`` of."""
     scale, shift = scale_and_shift(vae.config)
     return (encode(vae, images)[0] - shift) * scale
 
 
-def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
+def decode(vae: "Vae", latents: Tensor) -> Tensor:
     """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32, in one batch.
 
     The decoder gets z = latents / scale + shift; its output is clipped to [-1, 1]. A float16 VAE whose config
@@ -218,19 +153,22 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     """The empty VAE in ``folder``, its tensors under current names, its arguments and the file."""
     origin = str(folder / "config.json")
     config = read_config(folder)
-    if config.get("_class_name") == "AutoencoderTiny":
-        # Written besides the arguments, and derived from them.
-        config.pop("block_out_channels", None)
+    stated = config.get("_class_name")
+    if isinstance(stated, str) and stated in VAES:
+        for key in VAES[stated].derived:
+            config.pop(key, None)
     kind, arguments = parse_config(config, VAE_CLASSES, origin)
     path, stored = read_weights(folder, STEM, variant)
     network = empty_network(kind, arguments, len(stored), origin)
     names = stored_names(network.state_dict(), stored)
     weights = {name: stored[old] for name, old in names.items() if old in stored}
-    left = {old: value for old, value in stored.items() if old not in names.values()}
+    used = set(names.values())
+    left = {old: value for old, value in stored.items() if old not in used}
     refuse_other_tensors(network.state_dict(), weights | left, path)
-    if stated := [key for key in _PER_CHANNEL if arguments.get(key) is not None]:
+    by_channel = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
+    if by_channel:
         text = "a scale for each channel; only one scaling_factor and shift_factor for all is supported"
-        raise HddmError(f"{origin}: states {' and '.join(stated)}, {text}")
+        raise HddmError(f"{origin}: states {' and '.join(by_channel)}, {text}")
     scale_and_shift(network.config, origin)
     return network, weights, arguments, path
 
@@ -246,6 +184,7 @@ def scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config")
 
 
 def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:
+    """Raise `HddmError` that names the rows of ``batch`` with NaN or Inf, if there are any."""
     broken = [str(i) for i, one in enumerate(batch) if not one.isfinite().all()]
     if broken:
         raise HddmError(f"{what} {', '.join(broken[:10])} of {len(batch)} hold NaN or Inf; {remedy}")

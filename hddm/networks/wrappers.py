@@ -7,11 +7,12 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from hddm.condition_names import POOLED, TEXT, TEXT_EMBEDS, TEXT_MASK
 from hddm.networks.families import Family, families, family_of, known_family
 
 # Conditions that a network can do without.
-OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
-TEXT_CONDITIONS = ("encoder_hidden_states", "encoder_attention_mask", "pooled_projections", "text_embeds")
+OPTIONAL_CONDITIONS = frozenset({TEXT_MASK})
+TEXT_CONDITIONS = (TEXT, TEXT_MASK, POOLED, TEXT_EMBEDS)
 """Conditions that a text encoder makes."""
 
 

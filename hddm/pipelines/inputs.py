@@ -9,11 +9,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
@@ -24,6 +23,7 @@ from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, numbered
+from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.text_encoder import embed, refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
@@ -268,7 +268,6 @@ def repeated(conditions: Conditions, times: int, batch: int | None = None) -> tu
     return conditions.map(spread), found * times
 
 
-Vae: TypeAlias = AutoencoderKL | AutoencoderTiny
 Images = Image.Image | np.ndarray[Any, Any] | Tensor | Sequence[Image.Image]
 """As in diffusers: Pillow images, arrays (N, H, W, C) in [0, 1], or tensors (N, C, H, W) in [-1, 1]."""
 

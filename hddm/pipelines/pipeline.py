@@ -21,12 +21,13 @@ from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRec
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.guidance import Guidance
+from hddm.networks.families.vaes import Vae
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_class
 from hddm.pipelines.hub import plan_upload, upload
-from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, Vae, repeated
+from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, repeated
 from hddm.pipelines.parts import DtypeOfParts, dtypes_of, parts_for_loader, read_parts
 from hddm.running import (
     Generated,

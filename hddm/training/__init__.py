@@ -1,4 +1,4 @@
-"""Training of experts, routers and students: settings, loop, exact resume, calibration, verification.
+"""Training of experts, routers and students: settings, loop, exact resume, calibration.
 
 `expert`, `continuation`, `distill` and `router` each prepare a `Task` and pass it to `loop.run_task`, which
 fits the network step by step and calls back to write the folder.
@@ -11,7 +11,6 @@ state, resume                         the run folder, checkpoints, and resuming 
 watching                              figures and pictures on the way
 islands                               all experts at once
 calibrate                             calibrations
-denoising, verify                     errors by noise level, and whether an expert can be trusted
 
 May import `experts` and what is below. Start with `expert`, then `loop`, `state` and `resume`.
 """

@@ -16,15 +16,15 @@ from hddm.calibration import FADE, FILE_NAME, LEVELS, MAX_GAIN, POOL, START, STA
 from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
+from hddm.experts.denoising import misread
 from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.expert import field_of, open_expert
+from hddm.experts.shard_images import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.running import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.settings import CalibrationSettings, keywords
 from hddm.solvers import euler
-from hddm.training.denoising import misread
-from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import restore
 from hddm.utils.progress import Progress

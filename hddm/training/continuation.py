@@ -51,6 +51,7 @@ from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import Expert, field_of, save_expert
 from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, tensor_names, write_adapter
 from hddm.experts.records import EXPERT_FILE, FORMAT, write_records
+from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.families import known_family
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
@@ -58,15 +59,7 @@ from hddm.settings import Report, keywords, silent
 from hddm.training.calibrate import calibration_origin, calibration_rows
 from hddm.training.expert import read_init, record_of_shard, saving, train_expert
 from hddm.training.loop import OnTrainingStep, Task, run_task, summary_of
-from hddm.training.objectives import (
-    Objective,
-    check_conditions,
-    check_fit,
-    drawing,
-    labels_of_shard,
-    loss_of,
-    objective_of,
-)
+from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
     TEXT,

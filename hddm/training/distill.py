@@ -29,6 +29,7 @@ from hddm.experts.expert import Expert, field_of, null_conditions
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.parts import domains_of
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, joint_licence
+from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
@@ -36,7 +37,7 @@ from hddm.strategies import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.mean_flow import CAPTION, MeanFlow
-from hddm.training.objectives import Objective, check_fit, drawing, labels_of_shard, objective_of
+from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
     TEXT,

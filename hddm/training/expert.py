@@ -14,6 +14,7 @@ from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import Expert, field_of, null_conditions, open_expert, save_expert, unread_as
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, ShardRecord, weights_in
 from hddm.networks.families.expert import EXPERT
+from hddm.networks.sizes import size_config
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard
 from hddm.training.device import placed
@@ -29,7 +30,6 @@ from hddm.training.settings import (
     RunOptions,
     Start,
     resolve,
-    size_config,
 )
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError

@@ -29,14 +29,13 @@ from hddm.ensemble import Ensemble
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import StepInputs
-from hddm.training.objectives import TIME_SCALE
 from hddm.training.settings import TEXT, DistillRecipe
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims, read_safetensors
-from hddm.velocity import PathPoint, PredictionType, velocity
+from hddm.velocity import TIME_SCALE, PathPoint, PredictionType, velocity
 
 GRID, SOLVED = 16, (0, 2, 4, 6, *range(8, 17))
 """Even steps of a grid of times, and its times at which the teacher is solved: more of them near the data."""

@@ -1,4 +1,4 @@
-"""Training objectives; the images, noise, times and conditions of an expert's step, and which shards fit it.
+"""Training objectives, and the images, noise, times and conditions of an expert's step.
 
 One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native time u, and learns
 
@@ -30,25 +30,21 @@ all of t.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS
 from hddm.data.shards import Shard
-from hddm.experts.records import ExpertRecord
-from hddm.networks.wrappers import text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, StepInputs
 from hddm.training.settings import TEXT, ExpertRecipe
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import append_dims
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import TIME_SCALE, PredictionType
 
-TIME_SCALE = 1000.0
 BOUND = 0.05
 """The least t, or 1 - t, that the loss of a velocity divides by."""
 
@@ -241,74 +237,3 @@ def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
     if recipe.random_flip:
         # Latents can be mirrored only where mirror images were encoded too; else this raises.
         shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))
-
-
-def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
-    """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
-
-    Values that ``record`` leaves open are no difference. The config of ``network`` states the width of its
-    tokens.
-    """
-    size = f"hddm encode SHARDS --out FOLDER --resolution {record.sample_shape[1]} brings them to its size"
-    parts: list[tuple[str, object, object, str]] = [
-        ("space", shard.space, record.space, ""),
-        ("shape", shard.shape, record.sample_shape, size if record.space == "pixels" else ""),
-    ]
-    if (vae := shard.vae) is not None:
-        unread = record.unread_vae
-        if unread is not None and (misfit := unread.misfit(vae)) is not None:
-            raise HddmError(f"{shard.folder}: its VAE is not the expert's, an {unread}: {misfit}")
-        remedy = "encode with the VAE that the expert was trained with"
-        parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
-    if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
-        remedy = "encode with the text encoder that the expert was trained with"
-        width = {"width": text_width(network)}
-        known = width if record.text_encoder is None else vars(record.text_encoder)
-        for key in ("fingerprint", "width", "tokens"):
-            parts.append((f"text encoder's {key}", getattr(encoder, key), known.get(key), remedy))
-    for what, found, expected, remedy in parts:
-        if expected not in (None, found):
-            text = f"its {what} is {found}, the expert's {expected}"
-            raise HddmError(f"{shard.folder}: {text}{remedy and '; '}{remedy}")
-
-
-def check_own(shard: Shard, record: ExpertRecord) -> None:
-    """Refuse images that are not of the expert's own shard, held out or not, where it names that shard."""
-    origin, own = shard.held_out_of or shard.hash, record.shard
-    # A student's shard is a whole partition, all shards of which are its own.
-    if own is not None and own.hash not in (origin, shard.partition):
-        text = f"is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…"
-        raise HddmError(f"{shard.folder}: {text}; use its own images")
-
-
-def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
-    if not field.classes:
-        return {}
-    return {LABELS: labels_of_shard(shard, field.classes, "the expert")}
-
-
-def labels_of_shard(shard: Shard, classes: tuple[str, ...], name: str, remedy: str = "") -> Tensor:
-    """Return the labels of a shard, which must be of these ``classes``, those of ``name``.
-
-    The `HddmError` asks for images of the same classes ``remedy``, which is another way out.
-    """
-    if shard.labels is None or shard.classes != classes:
-        text = f"its classes are {list(shard.classes)}, those of {name} {list(classes)}"
-        raise HddmError(f"{shard.folder}: {text}; use images of the same classes{remedy}")
-    return shard.labels
-
-
-def conditions_of_rows(
-    rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
-) -> dict[str, Tensor]:
-    """Select conditions (n, …) of samples ``rows`` (n,): ``given``, and tokens where ``field`` takes any."""
-    conditions = {name: value[rows] for name, value in given.items()}
-    if shard.texts is not None and TEXT in (field.conditions or ()):
-        conditions[TEXT] = shard.texts.take(rows)
-    return conditions
-
-
-def evenly_spaced(samples: Sized, most: int) -> Tensor:
-    """Select all samples, or ``most`` of them, spread evenly."""
-    return torch.linspace(0, len(samples) - 1, min(len(samples), most)).round().long()

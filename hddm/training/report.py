@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.training.objectives import evenly_spaced
+from hddm.experts.shard_images import evenly_spaced
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.utils.errors import optional
 from hddm.utils.files import write_whole

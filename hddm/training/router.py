@@ -16,7 +16,6 @@ from hddm.networks.transformers import RouterTransformer
 from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
 from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, run_task
-from hddm.training.objectives import TIME_SCALE
 from hddm.training.resume import recipe_before
 from hddm.training.router_accuracy import Evidence, accuracy_of, held_out_evidence, is_better_than_chance
 from hddm.training.router_temperatures import calibrate_router
@@ -26,6 +25,7 @@ from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
+from hddm.velocity import TIME_SCALE
 
 log = logging.getLogger(__name__)
 

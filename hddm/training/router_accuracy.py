@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hddm.data.shard_records import HELD_OUT
 from hddm.data.shards import Samples, Shard, join_samples, open_shard
-from hddm.training.denoising import IMAGES, SURE
-from hddm.training.objectives import evenly_spaced
+from hddm.experts.denoising import IMAGES, SURE
+from hddm.experts.shard_images import evenly_spaced
 from hddm.training.router_temperatures import noised_logits
 from hddm.utils.errors import counted
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.routers import temperature_at
-from hddm.training.objectives import TIME_SCALE
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims
+from hddm.velocity import TIME_SCALE
 
 NOISED = 16384
 """Fewest noised images to fit temperatures to; each held-out image serves many times."""

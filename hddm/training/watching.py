@@ -21,11 +21,11 @@ from hddm.conditions import LABELS, Conditions
 from hddm.data.held_out import open_held_out
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
+from hddm.experts.denoising import velocity_errors
+from hddm.experts.shard_images import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.running import Batch, Seeded, run
 from hddm.sampling import plan
-from hddm.training.denoising import velocity_errors
 from hddm.training.loop import StepReport, Watch, Watcher, mean
-from hddm.training.objectives import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, RunReport
 from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT, RunOptions

@@ -250,3 +250,9 @@ def _is_finite(piece: Tensor) -> bool:
         piece = piece.float()
     # Only finite numbers have a finite sum; a sum that overflows needs the full check.
     return bool(piece.sum().isfinite()) or bool(piece.isfinite().all())
+
+
+def within(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Whether each label is a class in 0 … ``num_classes`` - 1, and the labels, 0 where it is none."""
+    is_class = (labels >= 0) & (labels < num_classes)
+    return is_class, labels.long().where(is_class, 0)

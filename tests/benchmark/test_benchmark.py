@@ -23,7 +23,7 @@ import yaml
 from hddm.benchmark.costs import cost_key, count_sampling, count_training
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import read_results
-from hddm.training.settings import size_config
+from hddm.networks.sizes import size_config
 from hddm.utils.files import alone
 from hddm.utils.processes import end_with_parent
 from hddm.utils.work import Work

@@ -14,10 +14,10 @@ from hddm.data.partition import partition
 from hddm.evaluation.features import of_classifier, train_classifier
 from hddm.evaluation.images import read_data
 from hddm.evaluation.scores import Recognised, Scorer, Side
+from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import LinearSchedule
 from hddm.training.expert import train_expert
-from hddm.training.settings import size_config
 from tests.artefacts import expert_settings
 from tests.benchmark_files import Finished
 from tests.checkpoint_files import randomised

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
-from hddm.data.shards import MEAN, Rows, Samples, Shard
+from hddm.data.shard_records import MEAN
+from hddm.data.shards import Rows, Samples, Shard
 from hddm.experts.assembly import assemble
 from hddm.experts.records import NULL_FILE, read_expert_record
+from hddm.experts.shard_images import check_fit
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Conversion
-from hddm.training.objectives import check_fit
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, edit_json, refusal
 from tests.checkpoint_files import converted, facts_of, pipeline, refused, text_unet

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.checkpoints.inspect import inspected
 from hddm.data.check import check_data
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards, read_manifest
 from hddm.data.shards import open_shard
+from hddm.inspection.folders import inspected
 from tests.artefacts import (
     CLASSES,
     Command,

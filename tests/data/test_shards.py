@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hddm.data.partition import partition
-from hddm.data.shard_records import MIN_IMAGES, find_shards
-from hddm.data.shards import MEAN, Rows, Samples, open_shard
+from hddm.data.shard_records import MEAN, MIN_IMAGES, find_shards
+from hddm.data.shards import Rows, Samples, open_shard
 from hddm.networks.identity import VaeRecord
 from hddm.utils import records as verified
 from hddm.utils.files import sha256_of

@@ -8,10 +8,10 @@ import pytest
 from hddm.calibration import FILE_NAME
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
+from hddm.experts.verify import verify_expert
 from hddm.settings import Conversion
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
-from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST

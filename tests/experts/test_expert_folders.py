@@ -25,12 +25,12 @@ from hddm.experts.expert import (
     unread_as,
 )
 from hddm.experts.records import WEAK_FILE, read_expert_record, read_router, save_router
+from hddm.experts.verify import verify_expert
 from hddm.guidance import Guidance
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.verify import verify_expert
 from hddm.velocity import VelocityField
 from tests.artefacts import copied, edit_json, load_images, refusal
 from tests.ensemble_files import flow_expert as new_expert

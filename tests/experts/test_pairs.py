@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import hddm
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.experts.assembly import assemble, change
 from hddm.experts.records import read_router, save_router
+from hddm.inspection.models import inspect_model
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.training.expert import train_expert

@@ -19,8 +19,8 @@ from hddm.networks.layers import (
     square_positions,
     square_rotations,
 )
+from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
 
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}

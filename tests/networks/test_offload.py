@@ -16,6 +16,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.guidance import Guidance
+from hddm.networks.folders import Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import sample_to_folder
@@ -134,7 +135,7 @@ class Scales:
             self.most = max(self.most, self.held())
             return {name: torch.from_numpy(array) for name, array in fresh.items()}
 
-        return replace(expert, weights=read, folder=Path())
+        return replace(expert, opened=Unread(expert.network, read), folder=Path())
 
     def held(self) -> int:
         arrays = [one() for one in self.alive]

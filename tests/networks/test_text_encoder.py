@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
+from hddm.networks.components import read_config
 from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
-from hddm.networks.vae import read_config
 from tests.artefacts import edit_json, refusal
 from tests.component_files import write_clip, write_t5, write_tokenizer
 

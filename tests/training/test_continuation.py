@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts.expert import Expert, open_expert, save_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, ExpertRecord
+from hddm.inspection.models import inspect_model
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import KAPPA, bounded_gain, continue_expert

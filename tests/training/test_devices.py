@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hddm
-from hddm.data.shards import PIXELS, Rows, Samples, open_shard
+from hddm.data.shard_records import PIXELS
+from hddm.data.shards import Rows, Samples, open_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import new_network, train_expert

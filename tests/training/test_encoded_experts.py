@@ -17,6 +17,7 @@ from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, NULL_FILE
+from hddm.experts.verify import verify_expert
 from hddm.settings import EncodingSettings
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
@@ -25,7 +26,6 @@ from hddm.training.expert import train_expert
 from hddm.training.resume import encoding_of
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, RunOptions
-from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
 from tests.artefacts import Command, copied, edit_json, expert_settings, load_images, router_settings
 from tests.component_files import write_clip, write_vae

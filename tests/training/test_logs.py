@@ -26,10 +26,10 @@ import hddm
 from hddm.data.images import to_bytes
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
+from hddm.experts.denoising import velocity_errors
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample
-from hddm.training.denoising import velocity_errors
 from hddm.training.expert import train_expert
 from hddm.training.loop import OnTrainingStep, StepInputs, StepReport, Task, fit
 from hddm.training.settings import RunOptions

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hddm.data.partition import partition
-from hddm.data.shard_records import find_shards
-from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
+from hddm.data.shard_records import PIXELS, find_shards
+from hddm.data.shards import Rows, Samples, Shard, open_shard
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import temperature_at

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from hddm.experts.records import WEAK_FILE
 from hddm.networks.folders import WEIGHTS
+from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.device import optimizer_of
 from hddm.training.expert import train_expert
 from hddm.training.loop import Loader, Order, StepInputs, StepReport, Task, fit
-from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve, size_config
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use

@@ -14,9 +14,9 @@ from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
+from hddm.experts.verify import verify_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
-from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.records import HASHES, MANIFEST, damage, write_manifest
 from tests.artefacts import Command, contents, copied, refusal

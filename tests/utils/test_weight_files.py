@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.networks.folders import read_index
+from hddm.networks.components import read_index
 from hddm.utils.files import file_kind, inside
 from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal
@@ -293,7 +293,7 @@ def test_all_that_index_and_shards_disagree_about_is_named(tmp_path: Path) -> No
     assert "2 holds 'a', which the index gives to 1; 2 lacks 'gone'" in message
     save({"a": torch.ones(1), "epoch": 3}, tmp_path / "a.pt")
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"a": "a.pt"}}))
-    assert "'epoch' is a int" in refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
+    assert "'epoch' is an int" in refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
 
 
 def test_values_that_are_not_finite_are_refused_by_key_and_origin(tmp_path: Path) -> None:

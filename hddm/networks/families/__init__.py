@@ -99,6 +99,12 @@ def layouts() -> Mapping[str, Family]:
     return {one.layout: one for one in families().values() if one.layout}
 
 
+@functools.cache
+def sample_settings() -> frozenset[str]:
+    """Conditions of all families that say how a sample is made, and not what it shows."""
+    return frozenset(name for family in families().values() for name in family.settings)
+
+
 def pipelines() -> Mapping[str, Pipeline]:
     """Pipelines around the networks of all families, by class."""
     return {pipeline.name: pipeline for family in families().values() for pipeline in family.pipelines}

@@ -1,5 +1,6 @@
 """DiT (arXiv:2212.09748) as diffusers' DiTTransformer2DModel."""
 
+from hddm.condition_names import LABELS
 from hddm.networks.families.family import Config, Family, Pipeline, Taken, count
 
 _IMAGENET_CLASSES = 1000
@@ -26,7 +27,7 @@ class Dit(Family):
 
     def conditions(self, config: Config) -> Taken:
         classes = count(config, "num_embeds_ada_norm")
-        return Taken(("class_labels",), classes, classes)
+        return Taken((LABELS,), classes, classes)
 
     def licence(self, arguments: Config) -> str | None:
         return licence_of_dit(arguments.get("num_embeds_ada_norm"))

@@ -3,6 +3,7 @@
 from diffusers import ModelMixin
 from torch import Tensor
 
+from hddm.condition_names import LABELS, TEXT
 from hddm.networks.families.family import Config, Family, Taken, Tensors, count
 from hddm.networks.transformers import ExpertTransformer
 
@@ -24,8 +25,8 @@ class OwnTransformer(Family):
 
     def conditions(self, config: Config) -> Taken:
         classes = count(config, "num_classes")
-        labels = ("class_labels",) if classes else ()
-        text = ("encoder_hidden_states",) if config.get("text_dim") else ()
+        labels = (LABELS,) if classes else ()
+        text = (TEXT,) if config.get("text_dim") else ()
         return Taken((*labels, *text), classes, classes)
 
     def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:

@@ -14,14 +14,14 @@ import torch
 from diffusers import ModelMixin
 from torch import Generator, Tensor
 
+from hddm import condition_names
+from hddm.condition_names import POOLED, TEXT
 from hddm.networks.identity import TextEncoderRecord
 from hddm.utils.errors import HddmError, Unstated
 
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
 IN_LATENTS = "(in latents: 128 for pictures of 1024 pixels)"
-POOLED = "pooled_projections"
-"""Condition: one vector per prompt."""
 _TOKENS = 8
 """Text tokens of example conditions."""
 ENOUGH = 16
@@ -62,7 +62,7 @@ class Prompts:
     encoders: tuple[str, ...]
     """Classes of the text encoders, in order."""
     pooled: str
-    """Condition that holds one vector per prompt, beside the tokens in ``encoder_hidden_states``."""
+    """Condition that holds one vector per prompt, beside the tokens in `TEXT`."""
     t5_tokens: int = 0
     """Tokens that T5 pads prompts to; 0 without T5."""
     joins: bool = False
@@ -112,10 +112,12 @@ class Family:
     """Pipelines around it; networks are written back into the first one, or into that of `pipeline`."""
     time_factor: float = 1.0
     """Factor by which the network multiplies its time before embedding it."""
-    multiplied: tuple[str, ...] = ("encoder_hidden_states", POOLED)
+    multiplied: tuple[str, ...] = (TEXT, POOLED)
     """Conditions that the network multiplies as they are, so that they need its dtype."""
     nested: tuple[str, ...] = ()
     """Conditions that diffusers takes in ``added_cond_kwargs``."""
+    settings: tuple[str, ...] = ()
+    """Conditions that say how a sample is made, and not what it shows: a negative branch has the same."""
     residuals: tuple[str, ...] = ()
     """Inputs by which a ControlNet adds to layers."""
     blocks: tuple[str, ...] = ()
@@ -221,11 +223,11 @@ class Family:
     def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
         """One row of the condition ``name``, of fixed or random numbers in the shape that it takes."""
         match name:
-            case "class_labels":
+            case condition_names.LABELS:
                 return torch.randint(num_classes or 1, (1,), generator=noise)
-            case "encoder_hidden_states":
+            case condition_names.TEXT:
                 return torch.randn(1, _TOKENS, self.text_width(config) or 1, generator=noise)
-            case "pooled_projections":
+            case condition_names.POOLED:
                 return torch.randn(1, config["pooled_projection_dim"], generator=noise)
         raise HddmError(f"{self.name} has no example of the condition {name}")
 

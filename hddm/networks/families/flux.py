@@ -11,7 +11,9 @@ from diffusers import ModelMixin
 from einops import rearrange
 from torch import Generator, Tensor
 
-from hddm.networks.families.family import POOLED, Config, Family, Pipeline, Prompts, Taken, Tensors
+from hddm.condition_names import POOLED, TEXT
+from hddm.networks.encoders import CLIP, T5
+from hddm.networks.families.family import Config, Family, Pipeline, Prompts, Taken, Tensors
 from hddm.utils.errors import HddmError
 
 GUIDANCE = 3.5
@@ -31,13 +33,12 @@ class Flux(Family):
     pipelines = (
         Pipeline(
             "FluxPipeline",
-            prompts=Prompts(
-                ("CLIPTextModel", "T5EncoderModel"), POOLED, t5_tokens=512, encodes_negatives=False
-            ),
+            prompts=Prompts((CLIP, T5), POOLED, t5_tokens=512, encodes_negatives=False),
             has_text=True,
         ),
     )
     time_factor = 1000.0
+    settings = ("guidance",)
     residuals = ("controlnet_block_samples", "controlnet_single_block_samples")
     lora_layers = rf"{Family.lora_layers}|single_transformer_blocks\.\d+\.proj_(mlp|out)"
     text_key = "joint_attention_dim"
@@ -65,11 +66,11 @@ class Flux(Family):
             text = f"it is three even numbers that sum to attention_head_dim, {str(width)[:40]}"
             raise HddmError(f"axes_dims_rope is {str(axes)[:40]}: {text}")
         guidance = ("guidance",) if config.get("guidance_embeds") else ()
-        return Taken(("encoder_hidden_states", POOLED, *guidance))
+        return Taken((TEXT, POOLED, *guidance))
 
     def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         given: dict[str, Any] = dict(conditions)
-        text = conditions.get("encoder_hidden_states")
+        text = conditions.get(TEXT)
         given["img_ids"] = positions(x.shape[-2], x.shape[-1], x.device)
         # Text has no place: all of it lies at (0, 0, 0).
         given["txt_ids"] = torch.zeros(0 if text is None else text.shape[1], 3, device=x.device)

@@ -3,6 +3,7 @@
 import torch
 from torch import Generator, Tensor
 
+from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.families.family import Config, Family, Pipeline, Taken
 from hddm.networks.identity import TextEncoderRecord
 
@@ -23,9 +24,10 @@ class PixArt(Family):
     pipelines = (_ALPHA, _SIGMA)
     text_key = "caption_channels"
     nested = ("resolution", "aspect_ratio")
+    settings = nested
 
     def conditions(self, config: Config) -> Taken:
-        text = ("encoder_hidden_states", "encoder_attention_mask")
+        text = (TEXT, TEXT_MASK)
         return Taken((*text, *(self.nested if _takes_sizes(config) else ())))
 
     def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:

@@ -1,9 +1,9 @@
 """Stable Diffusion 3 (arXiv:2403.03206): SD3Transformer2DModel."""
 
-from hddm.networks.families.family import POOLED, Config, Family, Pipeline, Prompts, Taken, count
+from hddm.condition_names import POOLED, TEXT
+from hddm.networks.encoders import CLIP_PROJECTED, T5
+from hddm.networks.families.family import Config, Family, Pipeline, Prompts, Taken, count
 from hddm.utils.errors import HddmError
-
-_CLIP = "CLIPTextModelWithProjection"
 
 
 class Sd3(Family):
@@ -15,7 +15,7 @@ class Sd3(Family):
     pipelines = (
         Pipeline(
             "StableDiffusion3Pipeline",
-            prompts=Prompts((_CLIP, _CLIP, "T5EncoderModel"), POOLED, t5_tokens=256, joins=True),
+            prompts=Prompts((CLIP_PROJECTED, CLIP_PROJECTED, T5), POOLED, t5_tokens=256, joins=True),
             has_text=True,
         ),
     )
@@ -29,7 +29,7 @@ class Sd3(Family):
         side = config.get("sample_size")
         if isinstance(side, int) and side > most:
             raise HddmError(f"sample_size is {side}, and {self.name} has positions for {most}")
-        return Taken(("encoder_hidden_states", POOLED))
+        return Taken((TEXT, POOLED))
 
 
 SD3 = Sd3()

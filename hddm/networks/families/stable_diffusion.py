@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from hddm.condition_names import TEXT, TEXT_EMBEDS
+from hddm.networks.encoders import CLIP, CLIP_PROJECTED
 from hddm.networks.families.family import Config, Pipeline, Prompts, Taken, count
 from hddm.networks.families.unet import Unet
 from hddm.networks.identity import TextEncoderRecord
@@ -13,7 +15,7 @@ from hddm.utils.errors import HddmError
 _XL = Pipeline(
     "StableDiffusionXLPipeline",
     network="unet",
-    prompts=Prompts(("CLIPTextModel", "CLIPTextModelWithProjection"), "text_embeds", has_zeros_key=True),
+    prompts=Prompts((CLIP, CLIP_PROJECTED), TEXT_EMBEDS, has_zeros_key=True),
     has_text=True,
     options={"add_watermarker": False},
 )
@@ -35,7 +37,8 @@ class StableDiffusion(Unet):
     blocks = ("BasicTransformerBlock",)
     pipelines = (Pipeline("StableDiffusionPipeline", network="unet", has_text=True), _XL)
     text_key = "cross_attention_dim"
-    nested = ("text_embeds", "time_ids")
+    nested = (TEXT_EMBEDS, "time_ids")
+    settings = ("time_ids",)
     residuals = ("down_block_additional_residuals", "mid_block_additional_residual")
     keeps_empty_prompt = True
 
@@ -47,7 +50,7 @@ class StableDiffusion(Unet):
         added = self.nested if config.get("addition_embed_type") else ()
         if added and _vector_width(config) < 1:
             raise HddmError(f"{_VECTORS} {config[_VECTORS]} of {self.name} leaves no room for text_embeds")
-        names = ("encoder_hidden_states", *labels.conditions, *added)
+        names = (TEXT, *labels.conditions, *added)
         return Taken(names, labels.num_classes)
 
     def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
@@ -67,7 +70,7 @@ class StableDiffusion(Unet):
 
     def null_vectors(self, config: Config) -> dict[str, Tensor]:
         is_xl = config.get("addition_embed_type") is not None
-        return {"text_embeds": torch.zeros(_vector_width(config))} if is_xl else {}
+        return {TEXT_EMBEDS: torch.zeros(_vector_width(config))} if is_xl else {}
 
     def pipeline(self, arguments: Config, text_encoder: TextEncoderRecord | None = None) -> Pipeline:
         is_xl = arguments.get("addition_embed_type") == "text_time"

@@ -1,5 +1,6 @@
 """UNets of diffusers without text: UNet2DModel."""
 
+from hddm.condition_names import LABELS
 from hddm.networks.families.family import ENOUGH, Config, Family, Pipeline, Taken, count
 from hddm.utils.errors import HddmError
 
@@ -23,7 +24,7 @@ class Unet(Family):
         if (kind := config.get("class_embed_type")) is not None:
             raise HddmError(f"class_embed_type {kind!r} is not supported; only num_class_embeds is")
         classes = count(config, "num_class_embeds")
-        return Taken(("class_labels",) if classes else (), classes)
+        return Taken((LABELS,) if classes else (), classes)
 
     def compared_size(self, config: Config, size: tuple[int, int]) -> tuple[int, int]:
         # Each level halves the size.

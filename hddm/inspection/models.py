@@ -1,7 +1,7 @@
-"""Descriptions of a folder or a checkpoint in plain values, without loading weights into memory."""
+"""Descriptions of experts, routers, ensembles and checkpoints, without loading weights into memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_unstated
-from hddm.checkpoints.sources import resolve_conventions, with_shift
+from hddm.checkpoints.sources import Checkpoint, Conventions, resolve_conventions, with_shift
 from hddm.classes import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.ensemble_folders import (
@@ -23,12 +23,12 @@ from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
-from hddm.networks.families import known_family
-from hddm.networks.folders import WEIGHTS, empty_network
+from hddm.networks.families.family import Interface
+from hddm.networks.folders import WEIGHTS
 from hddm.prompt_router import Topic
 from hddm.schedules import DiscreteSchedule, Schedule, from_config
 from hddm.settings import Reading
-from hddm.utils.errors import HddmError, counted
+from hddm.utils.errors import HddmError, Unstated, counted
 from hddm.utils.files import file_kind, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.tensors import DTYPE_NAMES, read_header
@@ -73,46 +73,31 @@ def _lora(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str, Any]:
-    reading = Reading(allow_pickle=allow_pickle, variant=variant)
-    source, missing = open_unstated(path, reading)
-    network, unstated = source.network.__name__, [str(one) for one in missing]
-    arguments = dict(source.arguments)
-    for one in missing:
-        for key in _ARGUMENTS[one.option]:
-            arguments.pop(key, None)
-    empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
-    family, shape = known_family(empty), None
-    try:
-        interface = family.interface(empty.config)
-        if "sample_size" not in [one.option for one in missing]:
-            shape = list(interface.sample_shape)
-    except HddmError as error:
-        # Any height and width will do here: they are not part of the result.
-        interface = family.interface(empty.config, (64, 64))
-        unstated.append(str(error))
-    notes, stated = list(source.declared.notes), dict[str, Any]()
+    source, missing = open_unstated(path, Reading(allow_pickle=allow_pickle, variant=variant))
+    unstated = [str(one) for one in missing]
+    interface, shape = _interface(source, missing, unstated)
+    conventions = _conventions(source, interface, shape is not None, unstated)
     summary = "what its network predicts, and on which schedule, is not stated"
-    try:
-        found = resolve_conventions(source, None, None)
-        if shape or not found.scheduler.get("use_dynamic_shifting"):
-            found = with_shift(found, source, interface)
-            stated["shift"] = found.shift
-        stated |= {
-            "prediction_type": found.prediction_type.value,
-            "schedule": found.schedule.config,
-            "schedule_source": found.schedule_source,
-            "prediction_source": found.prediction_source,
-            "schedule_range": list(found.schedule.range),
+    stated: dict[str, Any] = {}
+    notes = list(source.declared.notes)
+    if conventions is not None:
+        predicted = conventions.prediction_type.value
+        summary = f"its network predicts {predicted}, on {_named(conventions.schedule)}"
+        notes += conventions.notes
+        stated = {
+            "prediction_type": predicted,
+            "schedule": conventions.schedule.config,
+            "schedule_source": conventions.schedule_source,
+            "prediction_source": conventions.prediction_source,
+            "schedule_range": list(conventions.schedule.range),
         }
-        summary = f"its network predicts {found.prediction_type.value}, on {_named(found.schedule)}"
-        notes += found.notes
-    except HddmError as error:
-        unstated.append(str(error))
+        if _has_shift(conventions, shape is not None):
+            stated["shift"] = conventions.shift
     return {
         "kind": "checkpoint",
         "summary": summary,
         "layout": source.layout,
-        "network": network,
+        "network": source.class_name,
         "parameters": sum(tensor.numel() for tensor in source.weights.values()),
         "sample_shape": shape,
         "space": "latents" if source.declared.is_latent else "pixels",
@@ -124,16 +109,60 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}),
-        **dict.fromkeys(
-            ("prediction_type", "prediction_source", "schedule_source", "schedule_range", "shift")
-        ),
+        "prediction_type": None,
+        "prediction_source": None,
+        "schedule_source": None,
+        "schedule_range": None,
+        "shift": None,
         "latent_scale": source.declared.latent_scale,
         "variance_head": interface.variance_head,
         "null_class": interface.null_class,
         "schedule": None,
         **stated,
-        "architecture": arguments,
+        "architecture": _stated_arguments(source, missing),
     }
+
+
+def _stated_arguments(source: Checkpoint, missing: Sequence[Unstated]) -> dict[str, Any]:
+    """The arguments of a checkpoint's network, without those that it does not state."""
+    arguments = dict(source.arguments)
+    for one in missing:
+        for key in _ARGUMENTS[one.option]:
+            arguments.pop(key, None)
+    return arguments
+
+
+def _interface(
+    source: Checkpoint, missing: Sequence[Unstated], unstated: list[str]
+) -> tuple[Interface, list[int] | None]:
+    """What a checkpoint's network takes, and the shape of a sample, None if ``unstated``, which says why."""
+    config = source.network.config
+    try:
+        interface = source.family.interface(config)
+    except HddmError as error:
+        unstated.append(str(error))
+        # Any height and width will do here: they are not part of the result.
+        return source.family.interface(config, (64, 64)), None
+    if "sample_size" in [one.option for one in missing]:
+        return interface, None
+    return interface, list(interface.sample_shape)
+
+
+def _conventions(
+    source: Checkpoint, interface: Interface, has_shape: bool, unstated: list[str]
+) -> Conventions | None:
+    """Schedule and prediction type of a checkpoint; None if ``unstated``, which says why."""
+    try:
+        found = resolve_conventions(source, None, None)
+        return with_shift(found, source, interface) if _has_shift(found, has_shape) else found
+    except HddmError as error:
+        unstated.append(str(error))
+        return None
+
+
+def _has_shift(conventions: Conventions, has_shape: bool) -> bool:
+    """False where the shift depends on the size of a sample, which is not known."""
+    return has_shape or not conventions.scheduler.get("use_dynamic_shifting")
 
 
 def _named(schedule: Schedule) -> str:

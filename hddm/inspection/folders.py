@@ -35,7 +35,7 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     """Describe anything that hddm writes, images, or a checkpoint; ``kind`` says what it is.
 
     ``read_by`` names the command that reads it, where it is another one. ``allow_pickle`` and ``variant`` are
-    for checkpoints. Raises `HddmError` as `hddm.checkpoints.inspect_models.inspect_model`.
+    for checkpoints. Raises `HddmError` as `hddm.inspection.models.inspect_model`.
     """
     if not any((path / record).exists() for record in _MODELS):
         found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
@@ -46,7 +46,7 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     if path.is_file():
         refuse_pickle(path, allow_pickle)
     # Imported here: it imports torch.
-    from hddm.checkpoints.inspect_models import inspect_model
+    from hddm.inspection.models import inspect_model
 
     return inspect_model(path, allow_pickle, variant)
 

@@ -15,13 +15,17 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import START
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_record, whole_components
+from hddm.experts.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
+from hddm.experts.ensemble_folders import (
+    ENSEMBLE_FILE,
+    read_ensemble_record,
+    whole_components,
+)
 from hddm.experts.expert import Expert, field_of, open_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
+from hddm.experts.shard_images import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.networks.folders import WEIGHTS
-from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
-from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import sha256_of
 from hddm.utils.records import HASHES, damage
@@ -78,7 +82,7 @@ def verify_expert(
     """Judge an expert folder: its records, its weights, its origin, and its denoising.
 
     It is read as for sampling: no code is run, and every weight must be finite. Its record must name its
-    shard and training, or the checkpoint that it was converted from. `hddm.training.denoising.judge` uses the
+    shard and training, or the checkpoint that it was converted from. `hddm.experts.denoising.judge` uses the
     images in ``data``, held out from its shard or not. ``bases`` are folders of weights that an adapter may
     change, where they are not where it says. A wrong call has no verdict.
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from hddm.calibration import START
 from hddm.data.shards import Shard
+from hddm.experts.shard_images import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.objectives import TIME_SCALE, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.streams import Use, generator
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import TIME_SCALE, PredictionType, VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
 """Shares of the expert's noise range."""

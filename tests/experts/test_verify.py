@@ -20,15 +20,15 @@ from hddm.checkpoints.plan import plan_conversion
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
+from hddm.experts import denoising as judging
+from hddm.experts.denoising import denoising
 from hddm.experts.loading import load
+from hddm.experts.verify import verify_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion
-from hddm.training import denoising as judging
 from hddm.training.calibrate import recalibrate
-from hddm.training.denoising import denoising
 from hddm.training.expert import train_expert
-from hddm.training.verify import verify_expert
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings, seal
 from tests.checkpoint_files import pipeline, plain_unet

@@ -1,0 +1,12 @@
+"""Names of conditions: the keywords by which networks take them. Nothing else is imported with them."""
+
+LABELS = "class_labels"
+"""Class labels (batch,)."""
+TEXT = "encoder_hidden_states"
+"""Tokens of texts (batch, tokens, width)."""
+TEXT_MASK = "encoder_attention_mask"
+"""1 for tokens of the text and 0 for padding (batch, tokens)."""
+POOLED = "pooled_projections"
+"""One vector per text (batch, width), as SD3 and Flux take it."""
+TEXT_EMBEDS = "text_embeds"
+"""One vector per text (batch, width), as Stable Diffusion XL takes it."""

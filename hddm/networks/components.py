@@ -1,0 +1,139 @@
+"""Components of a pipeline on disk: ``model_index.json``, configs, and weights files with their variants.
+
+    FOLDER/model_index.json                               class of the pipeline, and of each component
+    FOLDER/vae/config.json                                class and arguments
+    FOLDER/vae/diffusion_pytorch_model.safetensors        weights; of variant fp16: STEM.fp16.safetensors
+    FOLDER/unet/diffusion_pytorch_model.safetensors.index.json    weights in several files
+
+Nothing here knows what kind of network a component is.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hddm.utils.errors import HddmError, an, shown
+from hddm.utils.files import file_kind, inside, read_json
+from hddm.utils.pickles import read_pickle
+from hddm.utils.tensors import read_safetensors
+
+MODEL_INDEX = "model_index.json"
+STEM = "diffusion_pytorch_model"
+"""Name of weights files of diffusers, without variant and ending."""
+_TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
+_CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Read a component's JSON file ``name``.
+
+    Raises `HddmError` for a file that is missing, leaves the folder or names foreign code.
+    """
+    path = folder / name
+    config = read_json(inside(folder, name) if _is_there(path) else path)
+    for key in _CODE:
+        if key in config:
+            text = "which names code of its own; hddm does not run it"
+            raise HddmError(f"{path}: has a key {key!r}, {text}")
+    return config
+
+
+def class_in(folder: Path) -> str | None:
+    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index, else "" for none.
+
+    Classes for another task with the same parts count as the plain one: a pipeline for inpainting is the
+    pipeline without "Inpaint" in its name.
+    """
+    if not (folder / MODEL_INDEX).is_file():
+        return None
+    stated = read_config(folder, MODEL_INDEX).get("_class_name")
+    return "" if stated is None else _TASKS.sub("", str(stated))
+
+
+def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
+    """Name of the weights file: that of ``variant``, else ``stem.safetensors``, else the float16 copy.
+
+    If the weights are in several files, it is the name of their index.
+    """
+    for kind in (variant, None, "fp16"):
+        found = weights_of_variant(folder, stem, kind)
+        if found is not None:
+            return found
+    return None
+
+
+def weights_of_variant(
+    folder: Path, stem: str, variant: str | None, ending: str = "safetensors"
+) -> str | None:
+    """Name of the weights file of this ``variant``, or of its index; None if there is neither."""
+    dot = f".{variant}" if variant else ""
+    plain = f"{stem}{dot}.{ending}"
+    for name in (plain, f"{stem}.{ending}.index{dot}.json", f"{plain}.index.json"):
+        if _is_there(folder / name):
+            return name
+    return None
+
+
+def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
+    """The file that `find_weights` names, and its mapped tensors.
+
+    Raises `HddmError` for a file that is missing or broken, or a link that leaves the folder.
+    """
+    name = find_weights(folder, stem, variant)
+    if name is None:
+        pickled = [path.name for path in sorted(folder.glob("*.bin"))]
+        hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
+        raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
+    path = folder / name
+    if name.endswith(".json"):
+        return path, read_index(path)[0]
+    return path, read_safetensors(inside(folder, name))
+
+
+def _is_there(path: Path) -> bool:
+    # A broken link is there, and `inside` says what is wrong with it.
+    return path.exists() or path.is_symlink()
+
+
+def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
+    if file_kind(path) == "safetensors":
+        return dict(read_safetensors(path))
+    return read_pickle(path, allow_pickle)
+
+
+def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:
+    """Read all tensors of a ``.safetensors.index.json`` or ``.bin.index.json``, and list its shards.
+
+    Shards are read by their content; ``allow_pickle`` is as for `read_pickle`. Raises `HddmError` for a
+    broken index, a shard outside the folder (before any is opened), an unreadable shard, and any tensor on
+    which index and shards disagree.
+    """
+    weight_map: Any = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or "/" in name:
+            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a plain file name")
+        inside(path.parent, name)
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        # Messages should show the name in the folder, not the hash behind a link.
+        for key, value in read_file(path.parent / name, allow_pickle).items():
+            if not isinstance(value, Tensor):
+                problems.append(f"{name}: {key!r} is {an(type(value).__name__)}")
+            elif weight_map.get(key) == name:
+                tensors[key] = value
+            else:
+                stated = weight_map.get(key, "no file")
+                problems.append(f"{name} holds {key!r}, which the index gives to {stated}")
+    for key in weight_map.keys() - tensors.keys():
+        problems.append(f"{weight_map[key]} lacks {key!r}")
+    if problems:
+        listed = "; ".join(shown(sorted(problems), 10))
+        raise HddmError(f"{path}: does not fit its files, fetch them again: {listed}")
+    return tensors, [path.parent / name for name in names]

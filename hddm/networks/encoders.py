@@ -1,0 +1,108 @@
+"""Classes of VAEs, text encoders and tokenizers that hddm reads, and all that differs between them.
+
+A class is added here alone. torch is not imported with them. How pipelines with several text encoders encode
+prompts is a fact of their families (`hddm.networks.families`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PIPELINE = "pipeline"
+"""Key that an expert keeps in the config of PixArt's text encoder: the class of its pipeline."""
+
+
+@dataclass(frozen=True)
+class VaeClass:
+    """One class of VAEs of diffusers."""
+
+    name: str
+    default_scale: float
+    """Of latents, where a config states none."""
+    is_read: bool = True
+    """False if only its scale is known."""
+    has_deviation: bool = False
+    """True if it encodes an image to a mean and a standard deviation of its latents."""
+    derived: tuple[str, ...] = ()
+    """Keys that its config has besides the arguments, and that follow from them."""
+    replaces: tuple[str, ...] = ()
+    """Classes that it is distilled from: it takes their latents, by a scale of its own."""
+
+
+_KL = VaeClass("AutoencoderKL", 0.18215, has_deviation=True)
+VAES: Mapping[str, VaeClass] = {
+    one.name: one
+    for one in (
+        _KL,
+        VaeClass("AutoencoderTiny", 1.0, derived=("block_out_channels",), replaces=(_KL.name,)),
+        VaeClass("VQModel", _KL.default_scale, is_read=False),
+    )
+}
+"""Known classes by name."""
+READ_VAES = tuple(one.name for one in VAES.values() if one.is_read)
+"""Classes of VAEs that hddm reads."""
+STABLE_DIFFUSION_SCALE = _KL.default_scale
+"""Scale of the latents of Stable Diffusion 1 and 2, on which DiT and PixArt-α were trained too."""
+
+
+def has_deviation(kind: str) -> bool:
+    """True if VAEs of this class encode an image to a mean and a standard deviation."""
+    return kind in VAES and VAES[kind].has_deviation
+
+
+def replaced_by(kind: str) -> tuple[str, ...]:
+    """Classes whose latents VAEs of the class ``kind`` take too, by a scale of their own."""
+    return VAES[kind].replaces if kind in VAES else ()
+
+
+@dataclass(frozen=True)
+class TextEncoderClass:
+    """One class of text encoders of transformers."""
+
+    name: str
+    tokenizer: str
+    """Class of its tokenizer."""
+    layers: str
+    """Key of its config that holds its number of layers."""
+    sizes: tuple[str, ...]
+    """Keys of its config that are read. All others are left out."""
+
+
+CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
+CLIP_TOKENIZER, T5_TOKENIZER = "CLIPTokenizer", "T5Tokenizer"
+TOKENIZERS = (CLIP_TOKENIZER, T5_TOKENIZER)
+"""Classes that read a tokenizer; its config may name them with "Fast" at the end."""
+_CLIP_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+    "projection_dim",
+)
+_T5_SIZES = (
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_heads",
+    "layer_norm_epsilon",
+    PIPELINE,
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "feed_forward_proj",
+)
+_CLIP_CLASS = TextEncoderClass(CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES)
+_T5_CLASS = TextEncoderClass(T5, T5_TOKENIZER, "num_layers", _T5_SIZES)
+TEXT_ENCODERS: Mapping[str, TextEncoderClass] = {
+    CLIP: _CLIP_CLASS,
+    # Read without its projection, unless a pipeline needs it.
+    CLIP_PROJECTED: _CLIP_CLASS,
+    T5: _T5_CLASS,
+}
+"""The class that reads a text encoder, by the class that its config names."""
+READ_TEXT_ENCODERS = (CLIP, T5)
+"""Classes by which text encoders are read."""
