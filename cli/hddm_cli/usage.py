@@ -5,7 +5,7 @@ Typer brings its own copy of click, or does not, by its version; so its objects 
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -68,8 +68,9 @@ class Verb(TyperCommand):
         parse = parser.parse_args
 
         def parsed(args: list[str]) -> Any:
+            words = list(args)
             found = parse(args=args)
-            _refuse_repeated(found[2])
+            _refuse_repeated(parse, words, found[2])
             return found
 
         parser.parse_args = parsed
@@ -92,16 +93,36 @@ class Verb(TyperCommand):
                     formatter.write_dl(rows)
 
 
-def _refuse_repeated(given: Sequence[Any]) -> None:
-    """Refuse a second text or list of classes among the ``given`` parameters, for an option that takes one.
+def _refuse_repeated(parse: Callable[..., Any], words: Sequence[str], given: Sequence[Any]) -> None:
+    """Refuse an option that takes one value and stands among the ``words`` several times.
 
-    Beside --prompt, which may be repeated, it looks as if it counted. Of numbers and names the last one
-    counts, as scripts expect that put their own options behind others.
+    ``given`` are the parameters that ``parse`` finds in them. The last value would count, as nothing shows.
     """
     for param, times in Counter(given).items():
-        is_text = param.param_type_name == "option" and _word(param) in ("TEXT", "LABELS")
-        if times > 1 and is_text and not param.multiple:
-            raise UsageError(f"{param.opts[0]}: takes one value, and stands there {times} times; keep one")
+        if times == 1 or param.param_type_name != "option" or param.multiple:
+            continue
+        values = _values_of(param, parse, words)
+        if not param.is_flag:
+            raise UsageError(f"{param.opts[0]} {' and '.join(values)}: takes one value; keep one")
+        if len(set(values)) > 1:
+            raise UsageError(f"{' and '.join(values)}: contradict each other; keep one")
+
+
+def _values_of(param: Any, parse: Callable[..., Any], words: Sequence[str]) -> list[str]:
+    """What an option that stands among the ``words`` several times is given each time, as typed."""
+    values: list[str] = []
+    for end in range(1, len(words) + 1):
+        try:
+            found, _, order = parse(args=list(words[:end]))
+        except Exception:  # these words end within an option
+            continue
+        # The last value counts, so each further one shows once it is among the words.
+        if order.count(param) > len(values):
+            value = found[param.name]
+            if param.is_flag:
+                value = (param.opts if value else param.secondary_opts)[0]
+            values.append(value if isinstance(value, str) else " ".join(value))
+    return values
 
 
 def as_typed(text: str) -> str:

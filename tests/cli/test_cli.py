@@ -113,7 +113,8 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     before = contents(tmp_path)
     assert "has 3 images; an expert needs at least 16" in _refused(hddm, "train", "expert", small, *options)
     config = tmp_path / "x.json"
-    train = ["train", "expert", shards / "shard_0", *options, "--objective", "ddpm", "--schedule", config]
+    options = ["--out", tmp_path / "out", *TRAIN[2:], "--objective", "ddpm"]
+    train = ["train", "expert", shards / "shard_0", *options, "--schedule", config]
     assert str(config) in _refused(hddm, *train)
     assert contents(tmp_path) == before
 

@@ -52,6 +52,13 @@ SLIPS = [
     (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, mini, small"),
     ("benchmark digts --out {out}", "digts: no such preset; give the path of your own file"),
     ("assemble {shard}", "--out is required"),
+    *(
+        (
+            f"{line} --quantize int8 --dtype float64",
+            "--quantize int8: does not run in --dtype float64; choose",
+        )
+        for line in ("sample {shard} --out {out}", "play {shard}", "serve {shard}")
+    ),
     (ALL + " --objective 0=ddpm", "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as"),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; leave it out"),
     ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
@@ -159,10 +166,41 @@ def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs()
     assert devices == {"auto"}
 
 
-def test_a_second_text_of_an_option_that_takes_one_is_refused(tmp_path: Path, hddm: Command) -> None:
-    line = ["sample", tmp_path, "--out", tmp_path / "out", "--prompt", "a", "--prompt", "b"]
-    for option in ("--edit-from", "--negative-prompt", "--class-labels"):
-        told = f"hddm: {option}: takes one value, and stands there 2 times; keep one\n"
-        assert hddm(*line, option, "cat", option, "dog") == (2, "", told)
-    # The last number counts.
-    assert "times" not in hddm(*line, "--steps", 2, "--steps", 3)[2]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--negative-prompt cat --negative-prompt dog",
+            "--negative-prompt cat and dog: takes one value; keep",
+        ),
+        ("--steps 2 --steps 3", "--steps 2 and 3: takes one value; keep one"),
+        ("--steps 2 --steps=2", "--steps 2 and 2: takes one value; keep one"),
+        ("--solver heun --seed 1 --solver=euler", "--solver heun and euler: takes one value; keep one"),
+        (
+            "--guidance-interval 0.1 0.9 --guidance-interval 0 1",
+            "--guidance-interval 0.1 0.9 and 0 1: takes one value; keep one",
+        ),
+        ("--out other --out third", "--out {out} and other and third: takes one value; keep one"),
+    ],
+)
+def test_a_second_value_of_an_option_that_takes_one_is_refused(
+    words: str, said: str, tmp_path: Path, hddm: Command
+) -> None:
+    out = tmp_path / "out"
+    code, shown, error = hddm("sample", tmp_path, "--out", out, "--prompt", "a", *words.split())
+    assert (code, shown) == (2, "")
+    assert error.startswith(f"hddm: {said.format(out=out)}")
+    assert error.count("\n") == 1
+
+
+def test_a_flag_may_be_repeated_and_not_contradicted(tmp_path: Path, hddm: Command) -> None:
+    serve = ["serve", tmp_path, "--batching", "--port", "1"]
+    assert hddm(*serve, "--no-batching") == (
+        2,
+        "",
+        "hddm: --batching and --no-batching: contradict each other; keep one\n",
+    )
+    code, _, error = hddm("sample", tmp_path, "--out", tmp_path / "out", "--grid", "--grid", "--prompt", "a",
+                          "--prompt", "b")  # fmt: skip
+    assert code != 0
+    assert "keep one" not in error

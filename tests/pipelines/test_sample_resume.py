@@ -122,7 +122,9 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
         (ensemble, ["--batch-size", 2], "batch_size: was 4, is 2"),
         (changed, [], f"source_sha256: was '{sha256_of(ensemble / 'manifest.json')}', is "),
     ):
-        code, _, error = hddm("sample", source, *OPTIONS, *given, "--out", interrupted, "--resume")
+        options = dict(zip(OPTIONS[::2], OPTIONS[1::2], strict=True)) | dict([given] if given else [])
+        words = [word for pair in options.items() for word in pair]
+        code, _, error = hddm("sample", source, *words, "--out", interrupted, "--resume")
         told, detail = error.splitlines()
         assert (code, "holds an unfinished sampling of other options" in told) == (1, True)
         assert detail.startswith(f"  {line}")
