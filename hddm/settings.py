@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
@@ -137,6 +137,10 @@ def _whole_amount(text: Any) -> Any:
     return text
 
 
+INT8_IN_FLOAT64 = "`quantize` int8: does not run in `dtype` float64; choose float32 or bfloat16"
+"""torchao computes in all dtypes of floats but this one."""
+
+
 class Computing(Described):
     """Where networks run, and in which numbers."""
 
@@ -148,6 +152,12 @@ class Computing(Described):
     """Compile the experts' blocks with torch.compile, at the first step."""
     quantize: Literal["int8"] | None = None
     """Hold the weights of the experts' linear layers in int8, by torchao."""
+
+    @model_validator(mode="after")
+    def _can_be_quantized(self) -> "Computing":
+        if self.quantize == "int8" and self.dtype == "float64":
+            raise ValueError(INT8_IN_FLOAT64)
+        return self
 
 
 class SamplingMethod(Described):

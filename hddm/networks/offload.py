@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hddm.settings import INT8_IN_FLOAT64
 from hddm.utils.errors import HddmError, UsageError, optional
 
 Offload = Literal["none", "ram", "disk"]
@@ -232,9 +233,9 @@ class StoredNetwork(nn.Module):
 
 
 def _refuse_float64(dtype: torch.dtype) -> None:
-    """Refuse the one dtype of floats that torchao does not compute in."""
+    """Refuse what settings of commands refuse, for networks in memory that are changed later."""
     if dtype == torch.float64:
-        raise UsageError("`quantize` int8: does not run in `dtype` float64; choose float32 or bfloat16")
+        raise UsageError(INT8_IN_FLOAT64)
 
 
 def _int8(weight: Tensor) -> Tensor:
