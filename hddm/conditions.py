@@ -1,5 +1,6 @@
 """Conditions: what samples are to show, by class or by other inputs of the networks."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,23 @@ from hddm.networks.families import sample_settings
 from hddm.utils.errors import HddmError, did_you_mean
 
 
-def check_names(names: Iterable[str], declared: Collection[str] | None) -> None:
-    """Raise an `HddmError` for conditions that are not ``declared``; None declares all."""
+def check_names(
+    names: Iterable[str], declared: Collection[str] | None, call: Callable[..., object] | None = None
+) -> None:
+    """Raise an `HddmError` for conditions that are not ``declared``; None declares all.
+
+    If they are further keywords of a ``call``, one may be meant for another of its arguments.
+    """
     for name in names:
         if declared is not None and name not in declared:
-            known, near = ", ".join(declared) or "none", did_you_mean(name, declared)
-            raise HddmError(f"this model takes no condition {name!r}; it declares: {known}{near}")
+            known = [*declared]
+            if call is not None:
+                arguments = inspect.signature(call).parameters.values()
+                known += [one.name for one in arguments if one.kind is not one.VAR_KEYWORD]
+            near = did_you_mean(name, known)
+            raise HddmError(
+                f"this model takes no condition {name!r}; it declares: {', '.join(declared) or 'none'}{near}"
+            )
 
 
 def check_rows(num: int, conditions: Mapping[str, Tensor]) -> None:
@@ -55,6 +67,14 @@ class Conditions:
     def cycled(self, numbers: Sequence[int]) -> "Conditions":
         """The conditions of the samples ``numbers``; the rows repeat where there are more samples."""
         return self.map(lambda value: value[torch.tensor(numbers) % len(value)])
+
+
+def check_negative(guidance: Guidance, negative: Collection[str]) -> None:
+    """Raise an `HddmError` for ``negative`` conditions that no guidance by condition moves away from."""
+    if negative and not guidance.by_condition:
+        by_weak = "with `guide_by` weak; guide by condition, or drop it"
+        remedy = by_weak if guidance.by_weak else "at `guidance_scale` 1; set a scale, or drop it"
+        raise HddmError(f"`negative_prompt`, or negative conditions: no effect {remedy}")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from hddm.conditions import (
     LABELS,
     Inputs,
     check_names,
+    check_negative,
     check_rows,
 )
 from hddm.fit import Findings, compare
@@ -139,13 +140,16 @@ class Ensemble(Parts):
         """
         check_states(x_t, self.sample_shape)
         times = check_times(x_t, t).cpu()
+        guidance = Guidance.of(guidance_scale)
+        check_names(conditions, self.conditions, self.velocity)
+        check_names(negative or {}, self.conditions)
         for branch in (conditions, negative or {}):
-            check_names(branch, self.conditions)
             check_rows(len(x_t), branch)
+        check_negative(guidance, negative or {})
         choice = Choice(self.weights(x_t, times, expert, conditions))
         self.check_able(choice.weights, conditions)
         self.refuse_kinds(choice.rows)
-        inputs = self.inputs_by_expert(x_t, choice, Guidance.of(guidance_scale), negative or {}, conditions)
+        inputs = self.inputs_by_expert(x_t, choice, guidance, negative or {}, conditions)
         self.check_inputs(inputs)
         return self.mix(x_t, times, choice, inputs, then)
 

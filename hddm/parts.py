@@ -25,7 +25,7 @@ from hddm.guidance import Guidance
 from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
 from hddm.prompt_router import PromptRouter, Topic
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, one_line
 from hddm.utils.tensors import to_float64, within
 from hddm.velocity import VelocityField
 
@@ -320,11 +320,12 @@ class Parts:
 
         It is ``prior`` (num, K) where provided, such as by a prompt, else p(k | class) where that is known,
         else p(k); and 0 for an expert that is not `able`. A label beyond the classes counts as no class.
-        Raises `HddmError` where no expert with a share is able.
+        Raises `HddmError` where no expert with a share is able, and for a ``prior`` that is no distribution.
         """
         rows = self.prior.expand(num, -1)
         if prior is not None:
             rows = to_float64(prior).cpu()
+            _check_shares(rows, num, len(self.experts))
             rows = rows / rows.sum(1, keepdim=True)
         labels = conditions[LABELS].cpu() if LABELS in conditions else None
         if labels is not None and self.class_prior is not None and prior is None:
@@ -402,6 +403,19 @@ def asked_for(conditions: Collection[str]) -> str:
         return "the prompt"
     names = sorted(set(conditions) - sample_settings())
     return "the class" if names == [LABELS] else " and ".join(names)
+
+
+def _check_shares(rows: Tensor, num: int, num_experts: int) -> None:
+    """Raise an `HddmError` unless ``rows`` are ``num`` distributions over experts, in any unit."""
+    if rows.shape != (num, num_experts):
+        raise HddmError(f"`prior` has shape {tuple(rows.shape)}, and must have {(num, num_experts)}")
+    is_valid = (rows >= 0).all(1) & (rows.sum(1) > 0) & rows.sum(1).isfinite()
+    if not is_valid.all():
+        row = int(is_valid.logical_not().nonzero()[0])
+        shown = one_line(rows[row].tolist(), 80)
+        raise HddmError(
+            f"`prior` of sample {row} is {shown}: must be numbers of 0 or more, one of them above 0"
+        )
 
 
 def _normalised(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:

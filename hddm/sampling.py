@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hddm.choice import Choice
 from hddm.classes import class_indices
-from hddm.conditions import LABELS, Conditions, check_names, check_rows
+from hddm.conditions import LABELS, Conditions, check_names, check_negative, check_rows
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
@@ -95,21 +95,25 @@ def resolve_solver(
     return name, solver
 
 
-def check_effects(model: Ensemble, expert: int | None, guidance: Guidance, router_every: int) -> None:
+def check_effects(
+    model: Ensemble, strategy: str | None, expert: int | None, guidance: Guidance, router_every: int
+) -> None:
     """Raise an `HddmError` for an option that would change nothing, since another one makes it void.
 
-    Values that are the defaults are no choice of anybody, and always accepted.
+    Values that are the defaults are no choice of anybody, and always accepted; ``strategy`` is None for the
+    model's own.
     """
-    if router_every != 1:
-        reason = ""
-        if expert is not None:
-            reason = f"`expert` {expert} runs"
-        elif model.num_domains == 1:
-            reason = "one expert runs"
-        elif model.strategy == "draw":
-            reason = "strategy draw keeps one expert per image"
-        if reason:
-            raise HddmError(f"`router_every` {router_every}: {reason}, and no router; drop it")
+    reason = ""
+    if model.num_domains == 1:
+        reason = "there is one expert" if len(model.experts) == 1 else "the noise level chooses the expert"
+    if strategy is not None and reason:
+        raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")
+    if expert is not None:
+        reason = f"`expert` {expert} is chosen"
+    elif model.strategy == "draw" and not reason:
+        reason = "strategy draw keeps one expert per image"
+    if router_every != 1 and reason:
+        raise HddmError(f"`router_every` {router_every}: no router runs, since {reason}; drop it")
     if guidance.scale == 1:
         for field, option in OPTIONS.items():
             value = getattr(guidance, field)
@@ -167,6 +171,8 @@ def plan(
         raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
         raise HddmError(f"`expert` {expert}: choose from 0 to {len(model.experts) - 1}")
+    is_own = alone is None and strategy == model.strategy
+    chosen = None if is_own else strategy
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
     guidance = Guidance.of(guidance)
@@ -174,7 +180,7 @@ def plan(
     if scale != 1 and inner != 1:
         text = f"this student has guidance of scale {inner:g} inside; drop it"
         raise HddmError(f"`guidance_scale` {scale:g}: {text}")
-    check_effects(model, expert, guidance, router_every)
+    check_effects(model, chosen, expert, guidance, router_every)
     first = picture(expert or 0)
     solver_name, solver = resolve_solver(model, solver, first)
     if times is None:
@@ -219,10 +225,7 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
         UsageError: for a condition that an expert of these samples needs and that is missing.
     """
     model, num = plan.model, len(numbers)
-    if conditions.negative and not plan.guidance.by_condition:
-        by_weak = "with `guide_by` weak; guide by condition, or drop it"
-        remedy = by_weak if plan.guidance.by_weak else "at `guidance_scale` 1; set a scale, or drop it"
-        raise HddmError(f"`negative_prompt`, or negative conditions: no effect {remedy}")
+    check_negative(plan.guidance, conditions.negative)
     for branch in (conditions.given, conditions.negative):
         check_names(branch, model.conditions)
         check_rows(num, branch)
@@ -372,8 +375,8 @@ def sample(
         picture=lambda expert: picture,
     )
     planned.model.refuse_kinds(range(len(planned.model.experts)) if expert is None else [expert])
-    for branch in (conditions, negative or {}):
-        check_names(branch, planned.model.conditions)
+    check_names(conditions, planned.model.conditions, sample)
+    check_names(negative or {}, planned.model.conditions)
     if conditions.get(LABELS) is not None:
         # A prompt that names no class has the label for none, and brings its prior.
         has_prior = prior is not None
@@ -414,5 +417,7 @@ def integrate(
         HddmError: as `plan` and `hddm.running.run`.
     """
     planned = plan(model, times=times, noise=Latents(x=x.cpu()), shape=tuple(x.shape[1:]), **options)
+    if conditions is not None:
+        check_negative(planned.guidance, conditions.negative)
     batch = Batch.of(len(x), conditions or Conditions(), None if expert is None else expert.cpu())
     return run(planned, batch, on_step)

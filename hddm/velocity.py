@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
 from hddm.classes import check_label_range
-from hddm.conditions import LABELS, Inputs, can_guide, check_names, check_rows
+from hddm.conditions import LABELS, Inputs, can_guide, check_names, check_negative, check_rows
 from hddm.guidance import Guidance as Guidance
 from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import declared_shape, missing_from
@@ -281,13 +281,16 @@ class VelocityField:
 
         Raises:
             HddmError: for states of other channels, a t outside the noise range or of another batch size, a
-                condition that the expert does not declare, or guidance without conditions, or by a weak model
-                that it lacks.
+                condition that the expert does not declare, guidance without conditions, or by a weak model
+                that it lacks, and negative conditions without guidance by condition.
         """
         check_states(x_t, self.sample_shape)
         times = check_times(x_t, t)
         self.refuse_beyond(times)
-        inputs = self.inputs(x_t, Guidance.of(guidance_scale), negative or {}, conditions)
+        check_names(conditions, self.conditions, self.velocity)
+        guidance = Guidance.of(guidance_scale)
+        inputs = self.inputs(x_t, guidance, negative or {}, conditions)
+        check_negative(guidance, negative or {})
         for branch in (conditions, negative or {}):
             self.check_range(branch)
         return self.guided(x_t, times, inputs, then)

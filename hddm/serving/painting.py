@@ -70,13 +70,14 @@ class Opened:
 
         Without some experts, the weights of the others are renormalised.
         """
-        if self.is_alone or expert is not None:
-            expert = None if self.is_alone else expert
-            settings = settings.model_copy(update={"strategy": None, "expert": expert})
         pipeline, names = self.pipeline, self.names
         if without is not None:
             rest = [k for k, domain in enumerate(self.domains) if domain != self.domains[without]]
             pipeline, names = self._without(tuple(rest)), [names[k] for k in rest]
+        expert = None if self.is_alone else expert
+        if expert is not None or pipeline.ensemble.num_domains == 1:
+            # Nothing is left for a strategy to choose among.
+            settings = settings.model_copy(update={"strategy": None, "expert": expert})
         return Panel(title, self.source, pipeline, names, settings, without)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hddm.ensemble import Ensemble, Part
 from hddm.parts import Numbers
+from hddm.sampling import sample
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -210,6 +211,25 @@ def test_an_expert_without_a_class_of_the_others_takes_part_unguided() -> None:
 )
 def test_a_prior_that_is_none_is_refused(prior: list[float]) -> None:
     assert "prior" in refusal(_of, [ConditionSum()] * 2, prior=prior)
+
+
+ROWS = {
+    "zeros": [[1.0, 1.0], [0.0, 0.0]],
+    "negative": [[1.0, 1.0], [2.0, -1.0]],
+    "not a number": [[1.0, 1.0], [1.0, float("nan")]],
+    "infinite": [[1.0, 1.0], [1.0, float("inf")]],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_a_row_of_shares_that_is_no_distribution_is_refused(name: str, strategy: str) -> None:
+    fields = [ConditionSum().field(sample_shape=SHAPE) for _ in range(2)]
+    ensemble = Ensemble(fields, _table_router([[0.5, 0.5]] * 2), strategy)
+    told = refusal(sample, ensemble, 2, steps=1, prior=torch.tensor(ROWS[name]))
+    assert told.startswith(f"`prior` of sample 1 is {ROWS[name][1]}: must be numbers of 0 or more, one of")
+    told = refusal(sample, ensemble, 2, steps=1, prior=torch.ones(2, 3))
+    assert told == "`prior` has shape (2, 3), and must have (2, 2)"
 
 
 def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:

@@ -14,12 +14,15 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
+from hddm.conditions import Conditions
+from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
 from hddm.running import Seeded
-from hddm.sampling import sample
+from hddm.sampling import integrate, sample, time_grid
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
+from tests.artefacts import refusal
 from tests.cases import LINEAR, ConditionSum
 from tests.checkpoint_files import DDPM_BETAS, dit, pipeline
 
@@ -88,6 +91,29 @@ def test_a_scale_of_one_asks_for_no_negative_branch(guidance: float | Guidance) 
     network, labels = ConditionSum(), torch.tensor([1, 2])
     _field(network).velocity(torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, class_labels=labels)
     assert network.conditions == [{"class_labels": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    ("guidance", "words"),
+    [
+        (1.0, "no effect at `guidance_scale` 1; set a scale, or drop it"),
+        (Guidance(2.0, by="weak"), "no effect with `guide_by` weak; guide by condition, or drop it"),
+    ],
+    ids=str,
+)
+def test_a_negative_condition_that_nothing_moves_away_from_is_refused(
+    guidance: float | Guidance, words: str
+) -> None:
+    field = _field(ConditionSum())
+    field.weak = _field(ConditionSum())
+    labels = {"class_labels": torch.tensor([1, 2])}
+    given = (torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, labels)
+    for model in (field, Ensemble([field], strategy="full")):
+        told = refusal(model.velocity, *given, **labels)
+        assert told == f"`negative_prompt`, or negative conditions: {words}"
+    conditions = Conditions(labels, labels)
+    told = refusal(integrate, field, given[0], time_grid(2), conditions, guidance=guidance)
+    assert told == f"`negative_prompt`, or negative conditions: {words}"
 
 
 X, T = torch.ones(4, *SHAPE), torch.tensor([0.0, 0.2, 0.7, 1.0])

@@ -177,6 +177,15 @@ def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
         torch.testing.assert_close(found, noise - drift.view(-1, 1, 1, 1))
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"), [("nsteps", "steps"), ("guidance", "guidance_scale"), ("class_label", "class_labels")]
+)
+def test_an_unknown_keyword_is_named_with_the_nearest_one(word: str, meant: str) -> None:
+    told = refusal(sample, ConditionSum().field("class_labels"), 2, **{word: 3})
+    wanted = f"no condition {word!r}; it declares: class_labels; did you mean {meant!r}?"
+    assert told == f"this model takes {wanted}"
+
+
 def test_samples_are_float32_of_the_asked_shape() -> None:
     field = ConditionSum().field()
     found = sample(field, 5, steps=2, shape=(3, 2, 4), batch_size=2)
@@ -339,8 +348,12 @@ def test_samples_run_expert_by_expert_and_come_back_in_order() -> None:
 PICTURE = Picture(torch.zeros(1, *SHAPE), 0.5)
 HOLE = replace(PICTURE, mask=torch.ones(1, 1, *SHAPE[1:], dtype=torch.bool))
 WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
-    ("draw", {"router_every": 2}, "`router_every` 2: strategy draw keeps one expert per image"),
-    ("top-1", {"router_every": 2, "expert": 1}, "`router_every` 2: `expert` 1 runs, and no router"),
+    ("draw", {"router_every": 2}, "`router_every` 2: no router runs, since strategy draw keeps one expert"),
+    (
+        "top-1",
+        {"router_every": 2, "expert": 1},
+        "`router_every` 2: no router runs, since `expert` 1 is chosen; drop it",
+    ),
     ("top-1", {"guidance_scale": Guidance(1.0, by="weak")}, "`guide_by` weak: has no effect at"),
     ("top-1", {"guidance_scale": Guidance(1.0, channels=1)}, "`cfg_channels` 1: has no effect at"),
     ("top-1", {"guidance_scale": Guidance(1.0, interval=(0.2, 1))}, "`guidance_interval` 0.2 1.0: has no"),
@@ -358,11 +371,34 @@ def test_an_option_without_effect_is_refused(strategy: str, options: dict[str, A
 
 
 def test_one_expert_has_no_router_to_ask_less_often() -> None:
-    assert "`router_every` 3: one expert runs, and no router" in refusal(sample, _field(), 2, router_every=3)
+    told = refusal(sample, _field(), 2, router_every=3)
+    assert told == "`router_every` 3: no router runs, since there is one expert; drop it"
     assert "pass neither `steps` nor `shift`" in refusal(
         integrate, _field(), torch.zeros(1, *SHAPE), time_grid(2), steps=3
     )
     assert "repeats steps inside a `mask`, and there is none" in refusal(replace, PICTURE, resampling=3)
+
+
+def _pair() -> Ensemble:
+    high, low = Expert(0.0).field(), Expert(0.0).field()
+    high.noise_range, low.noise_range = (0.5, 1.0), (0.0, 0.5)
+    return Ensemble(in_parts([high, low], [0, 0]), strategy="nucleus-0.9")
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full", "top-1", "commit-0.5"])
+def test_a_strategy_without_experts_to_choose_among_is_refused(strategy: str) -> None:
+    alone = "has no effect, since there is one expert; drop it"
+    for model in (_field(), Ensemble([_field()], strategy="nucleus-0.9")):
+        assert refusal(sample, model, 2, strategy=strategy) == f"`strategy` {strategy}: {alone}"
+    told = refusal(sample, _pair(), 2, strategy=strategy)
+    assert told == f"`strategy` {strategy}: has no effect, since the noise level chooses the expert; drop it"
+    # Its own is no choice of anybody.
+    assert torch.equal(sample(_pair(), 2, steps=2), sample(_pair(), 2, steps=2, strategy="nucleus-0.9"))
+
+
+def test_the_noise_level_chooses_among_a_pair_and_no_router_does() -> None:
+    told = refusal(sample, _pair(), 2, router_every=2)
+    assert told == "`router_every` 2: no router runs, since the noise level chooses the expert; drop it"
 
 
 def test_a_plan_names_the_solver_that_runs() -> None:

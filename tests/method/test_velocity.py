@@ -155,6 +155,13 @@ def test_other_conditions_than_the_declared_are_refused(
         ConditionSum().field(*declared.split()).velocity(_states(), T, scale, negative, **given)
 
 
+def test_an_unknown_keyword_may_be_meant_for_an_argument_of_the_call() -> None:
+    field = ConditionSum().field("hue")
+    for call in (field.velocity, Ensemble([field], strategy="full").velocity):
+        told = refusal(call, _states(), T, guidance=3.0)
+        assert told.endswith("no condition 'guidance'; it declares: hue; did you mean 'guidance_scale'?")
+
+
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["ddpm-linear", "cosine", "linear"])
 def test_times_reach_the_network_in_float32_with_their_fractions(name: str, weights: torch.dtype) -> None:

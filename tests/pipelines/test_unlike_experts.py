@@ -150,7 +150,7 @@ WITHOUT_EFFECT: list[tuple[tuple[object, ...], str]] = [
     (("--resampling-steps", 10), "--resampling-steps 10 needs a picture"),
     (("--strength", 0.5), "--strength 0.5 needs a picture"),
     (("--edit-from", "cat"), "--edit-from needs a picture"),
-    (("--router-every", 2), "--router-every 2: strategy draw keeps one expert per image"),
+    (("--router-every", 2), "--router-every 2: no router runs, since strategy draw keeps one"),
     (("--guide-by", "weak"), "--guide-by weak: has no effect at --guidance-scale 1"),
     (("--cfg-channels", 3), "--cfg-channels 3: has no effect at --guidance-scale 1"),
     (("--guidance-interval", 0.1, 0.8), "--guidance-interval 0.1 0.8: has no effect at --guidance-scale 1"),

@@ -430,6 +430,14 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
+def test_a_strategy_for_one_expert_is_refused(tmp_path: Path) -> None:
+    alone = front_of(write_ensemble(tmp_path, [flow_expert(0, num_classes=3)]))
+    answer = ask(alone, prompt="cat", strategy="full")
+    assert answer.status_code == 400
+    told = "`strategy` full: has no effect, since there is one expert; drop it"
+    assert answer.json()["error"]["message"] == told
+
+
 @pytest.mark.parametrize(("body", "status", "words"), WRONG.values(), ids=WRONG)
 def test_a_wrong_request_is_told_what_is_wrong(
     front: Front, body: dict[str, Any], status: int, words: str

@@ -123,6 +123,20 @@ def _same_as_its_command(panel: Panel, folder: Path, hddm: Command, *edit: Any) 
     assert _pixels([image.png for image in panel.images]) == _pixels(made)
 
 
+def test_a_strategy_is_for_the_panels_with_several_experts(ensemble: Path) -> None:
+    settings = SampleSettings(**MANY, strategy="full", class_labels="cat")
+    whole, alone = Opened(ensemble, settings), Opened(ensemble / "experts" / "0", settings)
+    panels = [
+        whole.panel("less", settings, without=0),
+        whole.panel("one", settings, 1),
+        alone.panel("a", settings),
+    ]
+    for panel in panels:
+        assert _painted(panel).error == ""
+        assert "--strategy" not in panel.commands[-1]
+    assert "--strategy full" in whole.panel("all", settings).commands[0]
+
+
 def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
     settings, stopped = SampleSettings(**MANY | {"steps": 500}, class_labels="cat"), threading.Event()
     panel = Opened(ensemble, settings).panel("all", settings)
