@@ -104,13 +104,34 @@ def main() -> None:
         found = {}
         for k, (expert, objective) in enumerate(zip(experts, ("ddpm", "flow"), strict=True)):
             found["train expert"] = entered(
-                "train", "expert", shards / f"shard_{k}", "--out", expert, "--objective", objective, *SHORT
+                "train",
+                "expert",
+                shards / f"shard_{k}",
+                "--out",
+                expert,
+                "--objective",
+                objective,
+                *SHORT,
             )
         entered("train", "router", shards, "--out", folder / "router", *SHORT)
-        ensemble = ("--router", folder / "router", "--strategy", "top-1", "--out", folder / "ensemble")
+        ensemble = (
+            "--router",
+            folder / "router",
+            "--strategy",
+            "top-1",
+            "--out",
+            folder / "ensemble",
+        )
         entered("assemble", *experts, *ensemble)
         found["sample"] = entered(
-            "sample", folder / "ensemble", "--out", folder / "samples", "--num-images", 4, "--steps", 4
+            "sample",
+            folder / "ensemble",
+            "--out",
+            folder / "samples",
+            "--num-images",
+            4,
+            "--steps",
+            4,
         )
         found["convert"] = entered(
             "convert", write_pipeline(folder / "pipeline"), "--out", folder / "converted"

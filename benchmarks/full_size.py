@@ -61,7 +61,12 @@ MODELS = {
     ),
     "pixart-xl": Model(
         "PixArtTransformer2DModel",
-        {"sample_size": 64, "caption_channels": 4096, "cross_attention_dim": 1152, "num_layers": 28},
+        {
+            "sample_size": 64,
+            "caption_channels": 4096,
+            "cross_attention_dim": 1152,
+            "num_layers": 28,
+        },
         "DPMSolverMultistepScheduler",
         {},
         {"encoder_hidden_states": (120, 4096)},
@@ -137,7 +142,9 @@ def build(name: str, folder: Path) -> None:
     network.save_pretrained(folder / part, max_shard_size="20GB")
     getattr(diffusers, model.scheduler)(**model.schedule).save_pretrained(folder / "scheduler")
     index = {part: ["diffusers", model.network], "scheduler": ["diffusers", model.scheduler]}
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline", **index}))
+    (folder / "model_index.json").write_text(
+        json.dumps({"_class_name": "DiffusionPipeline", **index})
+    )
     save_file(conditions_of(model), folder / "conditions.safetensors")
 
 
@@ -155,7 +162,10 @@ def calls(name: str, number: int, **folders: Path) -> None:
 
     A machine's speed changes from minute to minute, so only calls that follow one another can be compared.
     """
-    opened = {way: (_stock if way == "diffusers" else _ours)(name, folder) for way, folder in folders.items()}
+    opened = {
+        way: (_stock if way == "diffusers" else _ours)(name, folder)
+        for way, folder in folders.items()
+    }
     with torch.inference_mode():
         for _ in range(number):
             for way, call in opened.items():
@@ -173,7 +183,8 @@ def _stock(name: str, folder: Path) -> Callable[[], object]:
     dtype = getattr(torch, model.dtype)
     network = getattr(diffusers, model.network).from_pretrained(folder / part, torch_dtype=dtype)
     given: dict[str, Any] = {
-        key: one.to(dtype) if one.is_floating_point() else one for key, one in conditions_of(model).items()
+        key: one.to(dtype) if one.is_floating_point() else one
+        for key, one in conditions_of(model).items()
     }
     added = {key: given.pop(key) for key in ("text_embeds", "time_ids") if key in given}
     if added or "PixArt" in model.network:
@@ -242,9 +253,8 @@ def _watched(pid: int) -> int:
 
 def part_of(name: str, *arguments: object, **named: Path) -> tuple[Taken, str]:
     """Run one of this module's functions by its name, in a process of its own."""
-    code = (
-        f"from pathlib import *; from benchmarks import full_size; full_size.{name}(*{arguments}, **{named})"
-    )
+    call = f"full_size.{name}(*{arguments}, **{named})"
+    code = f"from pathlib import *; from benchmarks import full_size; {call}"
     return taken(sys.executable, "-c", code)
 
 
@@ -288,15 +298,30 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         "processor's; the memory of samplers includes mapped files."
     )
     yield ""
-    names = ["model", "GB", "copy + sha256", "convert (times)", "its peak", "with mapped files", "inspect"]
-    names += ["assemble two", "a call: diffusers", "ours (times)", "memory: diffusers", "one expert"]
+    names = [
+        "model",
+        "GB",
+        "copy + sha256",
+        "convert (times)",
+        "its peak",
+        "with mapped files",
+        "inspect",
+    ]
+    names += [
+        "assemble two",
+        "a call: diffusers",
+        "ours (times)",
+        "memory: diffusers",
+        "one expert",
+    ]
     yield f"| {' | '.join([*names, 'two (times one)'])} |"
     yield f"|---|{'---:|' * len(names)}"
     for name, row in rows.items():
         hashed, made = row["copy and hash"], row["convert"]
         # The first call of each loads the weights.
         theirs, own = (
-            [took for who, took in row["calls"] if who == way][1:] for way in ("diffusers", "expert")
+            [took for who, took in row["calls"] if who == way][1:]
+            for way in ("diffusers", "expert")
         )
         times = sorted(b / a for a, b in zip(theirs, own, strict=True))
         memory = {way: row[way].resident for way in ("diffusers", "expert", "two experts")}
@@ -325,7 +350,8 @@ app = typer.Typer(add_completion=False)
 def full_size(
     model: Annotated[list[Name] | None, typer.Option("--model", help="Default: all.")] = None,
     number: Annotated[
-        int, typer.Option("--calls", min=2, help="Calls of each network, in turn; the median counts.")
+        int,
+        typer.Option("--calls", min=2, help="Calls of each network, in turn; the median counts."),
     ] = 8,
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs"),
@@ -338,7 +364,9 @@ def full_size(
         typer.echo(list(table(rows))[-1], err=True)
     typer.echo(
         start.write(
-            "full-size", list(table(rows)), {"rows": _plain(rows), "threads": torch.get_num_threads()}
+            "full-size",
+            list(table(rows)),
+            {"rows": _plain(rows), "threads": torch.get_num_threads()},
         )
     )
 

@@ -30,7 +30,9 @@ RESULTS = Path(__file__).parent / "results"
 
 ResultsOption = Annotated[Path, typer.Option("--results", help="Where the result is written.")]
 WorkOption = Annotated[Path, typer.Option("--work", help="Where models and single runs are kept.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="About a minute; the numbers mean nothing.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="About a minute; the numbers mean nothing.")
+]
 SeedsOption = Annotated[int, typer.Option("--seeds", min=1)]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Processes, one thread each.")]
 _PLACES = ("--work", "--results")
@@ -40,10 +42,14 @@ Result = TypeVar("Result")
 
 def command() -> str:
     """The command that started this process, without the places that it names."""
-    kept = [word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if before not in _PLACES]
+    kept = [
+        word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if before not in _PLACES
+    ]
     words = [word for word in kept if word not in _PLACES]
     module = Path(sys.argv[0])
-    names = [one for one in (module.parent.name, module.stem) if one not in ("benchmarks", "__main__")]
+    names = [
+        one for one in (module.parent.name, module.stem) if one not in ("benchmarks", "__main__")
+    ]
     return " ".join(["python -m", ".".join(["benchmarks", *names]), *words])
 
 
@@ -69,7 +75,11 @@ class Start:
     load_average: float = field(default_factory=lambda: round(os.getloadavg()[0], 1))
 
     def write(
-        self, name: str, lines: Sequence[str], content: Mapping[str, Any], picture: Figure | None = None
+        self,
+        name: str,
+        lines: Sequence[str],
+        content: Mapping[str, Any],
+        picture: Figure | None = None,
     ) -> Path:
         """Write ``<date>-<name>`` as .md, .json and perhaps .png; return the first.
 
@@ -79,7 +89,9 @@ class Start:
         today = date.today().isoformat()
         stem = self.results / f"{today}-{name}"
         seconds, load = round(time.perf_counter() - self.began), round(os.getloadavg()[0], 1)
-        packages = ", ".join(f"{package} {number}" for package, number in self.machine["packages"].items())
+        packages = ", ".join(
+            f"{package} {number}" for package, number in self.machine["packages"].items()
+        )
         threads = f", threads: {content['threads']}" if "threads" in content else ""
         head = (
             f"{today} · `{self.command}` · {self.machine['cores']} cores ({self.machine['processor']})"
@@ -93,7 +105,12 @@ class Start:
             text += ["", f"![{name}]({stem.name}.png)"]
         stem.with_suffix(".md").write_text("\n".join(text).rstrip() + "\n")
         measured_on = {"date": today, "load_average": [self.load_average, load], **self.machine}
-        record = {"format": "1.0", "measured_on": measured_on, "command": self.command, "seconds": seconds}
+        record = {
+            "format": "1.0",
+            "measured_on": measured_on,
+            "command": self.command,
+            "seconds": seconds,
+        }
         write_json(stem.with_suffix(".json"), plain({**record, **content}))
         return stem.with_suffix(".md")
 
@@ -115,7 +132,10 @@ def digit_shards(folder: Path, count: int) -> Path:
 
 
 def apart(
-    threads: int, function: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+    threads: int,
+    function: Callable[Arguments, Result],
+    *args: Arguments.args,
+    **options: Arguments.kwargs,
 ) -> Result:
     """Call ``function`` in a fresh process, with the environment that hddm gives its own."""
     # glibc reads its variables when a process starts.

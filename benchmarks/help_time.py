@@ -21,4 +21,6 @@ def seconds() -> float:
 
 if __name__ == "__main__":
     taken = sorted(seconds() for _ in range(RUNS))
-    print(f"hddm --help: {taken[0]:.2f} s at best, {taken[RUNS // 2]:.2f} s in the middle of {RUNS} runs")
+    print(
+        f"hddm --help: {taken[0]:.2f} s at best, {taken[RUNS // 2]:.2f} s in the middle of {RUNS} runs"
+    )

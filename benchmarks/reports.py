@@ -5,7 +5,17 @@ import statistics
 from collections.abc import Sequence
 
 # A colour-blind-safe order (Okabe and Ito), reference first.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#999999", "#F0E442")
+COLOURS = (
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#D55E00",
+    "#0072B2",
+    "#CC79A7",
+    "#999999",
+    "#F0E442",
+)
 
 
 def mean_spread(values: Sequence[float], digits: int = 3) -> str:

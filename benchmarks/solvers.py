@@ -30,7 +30,9 @@ CALLS = (8, 10, 15, 20, 30)
 def main(
     experts: list[Path],
     num: Annotated[int, typer.Option(help="Samples per expert.")] = 64,
-    exact_steps: Annotated[int, typer.Option(help="Steps of Heun's method for the solution.")] = 300,
+    exact_steps: Annotated[
+        int, typer.Option(help="Steps of Heun's method for the solution.")
+    ] = 300,
 ) -> None:
     """Print one table per expert."""
     for folder in experts:
@@ -38,11 +40,16 @@ def main(
         print(f"|---|{'---:|' * len(CALLS)}")
         errors = errors_of(hddm.load(folder), num, exact_steps)
         for name in (*OURS, *THEIRS):
-            print(f"| {name} | {' | '.join(f'{errors[name, calls]:.4f}' for calls in CALLS)} |", flush=True)
+            print(
+                f"| {name} | {' | '.join(f'{errors[name, calls]:.4f}' for calls in CALLS)} |",
+                flush=True,
+            )
 
 
 @torch.no_grad()
-def errors_of(model: hddm.VelocityField, num: int, exact_steps: int) -> dict[tuple[str, int], float]:
+def errors_of(
+    model: hddm.VelocityField, num: int, exact_steps: int
+) -> dict[tuple[str, int], float]:
     """Root mean square errors by solver and calls."""
     x = torch.randn(num, *model.sample_shape, generator=torch.Generator().manual_seed(1)).double()
     given = {LABELS: torch.arange(num) % len(model.classes)} if model.classes else {}
@@ -55,7 +62,9 @@ def errors_of(model: hddm.VelocityField, num: int, exact_steps: int) -> dict[tup
 
     exact = by_us("heun", exact_steps)
     made = {(name, calls): by_us(name, calls) for name in OURS for calls in CALLS}
-    made |= {(name, calls): by_diffusers(name, velocity, x, calls) for name in THEIRS for calls in CALLS}
+    made |= {
+        (name, calls): by_diffusers(name, velocity, x, calls) for name in THEIRS for calls in CALLS
+    }
     return {key: (value - exact).square().mean().sqrt().item() for key, value in made.items()}
 
 

@@ -30,9 +30,13 @@ def _names() -> dict[str, Any]:
     for name in hddm.__all__:
         value = getattr(hddm, name)
         if inspect.ismodule(value):
-            public = sorted(one for one in dir(value) if one[0].isupper() or one == "from_diffusers")
+            public = sorted(
+                one for one in dir(value) if one[0].isupper() or one == "from_diffusers"
+            )
             found[name] = [
-                one for one in public if getattr(getattr(value, one), "__module__", "").startswith("hddm")
+                one
+                for one in public
+                if getattr(getattr(value, one), "__module__", "").startswith("hddm")
             ]
         elif inspect.isclass(value):
             found[name] = _methods(value)
@@ -44,7 +48,9 @@ def _names() -> dict[str, Any]:
 def _verbs(command: Any, name: str = "hddm") -> dict[str, Any]:
     """The help of every verb: its options with types, ranges and defaults."""
     if hasattr(command, "commands"):
-        return {one: _verbs(verb, f"{name} {one}") for one, verb in sorted(command.commands.items())}
+        return {
+            one: _verbs(verb, f"{name} {one}") for one, verb in sorted(command.commands.items())
+        }
     return {"help": CliRunner().invoke(commands, [*name.split()[1:], "--help"]).stdout.splitlines()}
 
 

@@ -24,7 +24,9 @@ class DType(StrEnum):
 
 
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
-DTypeOption = Annotated[list[DType] | None, typer.Option("--dtype", help="Once or twice; default both.")]
+DTypeOption = Annotated[
+    list[DType] | None, typer.Option("--dtype", help="Once or twice; default both.")
+]
 CompileOption = Annotated[bool, typer.Option("--compile", help="torch.compile every network.")]
 
 
@@ -55,10 +57,14 @@ def now(device: str) -> Taken:
 
 def between(began: Taken, ended: Taken, steps: int = 1) -> Taken:
     """A step of ``steps``."""
-    return Taken((ended.seconds - began.seconds) / steps, (ended.processor - began.processor) / steps)
+    return Taken(
+        (ended.seconds - began.seconds) / steps, (ended.processor - began.processor) / steps
+    )
 
 
-def in_turn(ways: Mapping[str, Callable[[], Taken]], rounds: int, often: Collection[str] = ()) -> Times:
+def in_turn(
+    ways: Mapping[str, Callable[[], Taken]], rounds: int, often: Collection[str] = ()
+) -> Times:
     """Times of every way, one a round; each round takes all of them in an order of its own."""
     shuffled = random.Random(0)
     found: dict[str, list[Taken]] = {name: [] for name in ways}

@@ -81,10 +81,14 @@ def _add_help(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n## {name}\n\n{formatter.getvalue()}"
 
 
-def _keep_formulas(_: Sphinx, kind: str, name: str, thing: object, options: Any, lines: list[str]) -> None:
+def _keep_formulas(
+    _: Sphinx, kind: str, name: str, thing: object, options: Any, lines: list[str]
+) -> None:
     """Show indented paragraphs of a docstring as they stand, not as quotations that are filled anew."""
     # In a call, ** opens no bold text; what is in backticks stays as it is.
-    lines[:] = [re.sub(r"(`[^`]+`)|\*\*(?=\w+\))", lambda m: m[1] or r"\*\*", line) for line in lines]
+    lines[:] = [
+        re.sub(r"(`[^`]+`)|\*\*(?=\w+\))", lambda m: m[1] or r"\*\*", line) for line in lines
+    ]
     for at in range(len(lines) - 1, 1, -1):
         opens = lines[at].startswith("    ") and not lines[at - 1].strip()
         above = lines[at - 2]

@@ -41,7 +41,9 @@ _HOMES = {
 }
 # Where torchao is installed, importing diffusers logs warnings about parts of it that hddm does not use.
 logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
-logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda record: "Enum subclass" not in record.getMessage()
+)
 __all__ = ["HddmError", "schedules", *_HOMES]
 
 

@@ -53,7 +53,14 @@ from torch import Tensor
 
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, sent, to_float64, within
+from hddm.utils.tensors import (
+    read_header,
+    read_safetensors,
+    refuse_non_finite,
+    sent,
+    to_float64,
+    within,
+)
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"
@@ -106,7 +113,9 @@ class Moments:
         key = (like.device, like.dtype)
         if key not in self._sent:
             means = None if self.class_means is None else self.class_means.to(like)
-            self._sent[key] = Moments(self.mean.to(like), self.basis.to(like), self.variances.to(like), means)
+            self._sent[key] = Moments(
+                self.mean.to(like), self.basis.to(like), self.variances.to(like), means
+            )
         return self._sent[key]
 
     def mean_of(self, labels: Tensor | None) -> Tensor:
@@ -136,7 +145,9 @@ class Moments:
         t = t[:, None]
         variances = (1 - t) ** 2 * self.variances + t**2
         along, rest = self.split(x_t - (1 - t) * self.mean)
-        squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[:, -1]
+        squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[
+            :, -1
+        ]
         others = len(self.mean) - self.basis.shape[1]
         return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
 
@@ -153,11 +164,15 @@ def _class_means(flat: Tensor, mean: Tensor, labels: Tensor) -> Tensor | None:
     if len(seen) < 2:
         return None
     counts = index.bincount().to(flat)
-    offsets = torch.zeros(len(seen), flat.shape[1], dtype=flat.dtype).index_add_(0, index, flat - mean)
+    offsets = torch.zeros(len(seen), flat.shape[1], dtype=flat.dtype).index_add_(
+        0, index, flat - mean
+    )
     offsets = offsets / counts[:, None]
     within = (flat - mean - offsets[index]).square().sum() / max(len(flat) - len(seen), 1)
     between = ((counts[:, None] * offsets.square()).sum() - (len(seen) - 1) * within) / len(flat)
-    share = counts * between.clamp_min(0) / (counts * between.clamp_min(0) + within).clamp_min(1e-12)
+    share = (
+        counts * between.clamp_min(0) / (counts * between.clamp_min(0) + within).clamp_min(1e-12)
+    )
     means = mean.repeat(int(seen.max()) + 1, 1)
     means[seen] += share[:, None] * offsets
     return means.float()
@@ -193,7 +208,9 @@ class Calibration:
     times: Tensor
     weights: Tensor
     record: Mapping[str, str] | None = None
-    _sent: dict[Any, "Calibration"] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _sent: dict[Any, "Calibration"] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     def apply(
         self,
@@ -238,7 +255,9 @@ class Calibration:
         if moments.class_means is not None:
             tensors["class_means"] = moments.class_means
         # One key, since safetensors writes several in an order that changes from call to call.
-        metadata = {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
+        metadata = (
+            {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
+        )
         tensors = {key: value.contiguous() for key, value in tensors.items()}
         save_file(tensors, folder / FILE_NAME, metadata)
 
@@ -255,10 +274,16 @@ class Calibration:
             len(tensors[name]) if name in tensors and tensors[name].ndim else 0
             for name in ("mean", "variances", "times", "class_means")
         )
-        shapes = {"mean": (numbers,), "basis": (numbers, directions - 1), "variances": (directions,)}
+        shapes = {
+            "mean": (numbers,),
+            "basis": (numbers, directions - 1),
+            "variances": (directions,),
+        }
         shapes |= {"times": (levels,), "weights": (levels, directions)}
         shapes |= {"class_means": (classes, numbers)} if classes else {}
-        fits = levels > 1 and found == {name: (torch.float32, shape) for name, shape in shapes.items()}
+        fits = levels > 1 and found == {
+            name: (torch.float32, shape) for name, shape in shapes.items()
+        }
         if not fits or not _is_possible(tensors["variances"], tensors["times"], tensors["weights"]):
             raise HddmError(f"{path}: is not what was written; delete it and run hddm calibrate")
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]

@@ -84,7 +84,9 @@ def check_label_range(labels: Tensor, classes: int, null: int | None) -> None:
     if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
         some = labels.flatten().tolist()[:8]
         no_class = "" if null is None else f" ({null} is no class)"
-        raise HddmError(f"class_labels are whole numbers from 0 to {largest} here{no_class}, not {some}")
+        raise HddmError(
+            f"class_labels are whole numbers from 0 to {largest} here{no_class}, not {some}"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ class JointClasses:
         if labels is not None and (known := self.known(labels)) is not None:
             for row, k in ((weights != 0) & ~known).nonzero()[:1].tolist():
                 name = self.names[int(labels[row])]
-                raise HddmError(f"expert {k} knows no class {name!r}; choose another class or expert")
+                raise HddmError(
+                    f"expert {k} knows no class {name!r}; choose another class or expert"
+                )
 
     def own(self, labels: Tensor, expert: int, null: int) -> Tensor:
         """The labels (N,) in an expert's numbering; ``null`` for no class, and for one unknown to it."""

@@ -14,7 +14,9 @@ from hddm.utils.errors import HddmError, did_you_mean
 
 
 def check_names(
-    names: Iterable[str], declared: Collection[str] | None, call: Callable[..., object] | None = None
+    names: Iterable[str],
+    declared: Collection[str] | None,
+    call: Callable[..., object] | None = None,
 ) -> None:
     """Raise an `HddmError` for conditions that are not ``declared``; None declares all.
 
@@ -37,7 +39,9 @@ def check_rows(num: int, conditions: Mapping[str, Tensor]) -> None:
     for name, value in conditions.items():
         if value.ndim == 0 or len(value) != num:
             rows = len(value) if value.ndim else "no"
-            raise HddmError(f"condition {name!r} has {rows} rows for {num} samples; pass one row per sample")
+            raise HddmError(
+                f"condition {name!r} has {rows} rows for {num} samples; pass one row per sample"
+            )
 
 
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
@@ -57,7 +61,9 @@ class Conditions:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
         """The same conditions with every tensor changed."""
         branches = (self.given, self.negative)
-        given, negative = ({name: change(one) for name, one in branch.items()} for branch in branches)
+        given, negative = (
+            {name: change(one) for name, one in branch.items()} for branch in branches
+        )
         return Conditions(given, negative, None if self.prior is None else change(self.prior))
 
     def rows(self, rows: Tensor, device: torch.device | None = None) -> "Conditions":
@@ -89,4 +95,6 @@ class Inputs:
     def rows(self, rows: Tensor) -> "Inputs":
         """The inputs of these rows of the batch."""
         branches = (self.conditions, self.negative)
-        return Inputs(self.guidance, *({name: one[rows] for name, one in own.items()} for own in branches))
+        return Inputs(
+            self.guidance, *({name: one[rows] for name, one in own.items()} for own in branches)
+        )

@@ -54,16 +54,26 @@ class Picture:
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength <= 1:
-            raise HddmError(f"`strength` {self.strength}: must be from 0 (the picture) to 1 (all new)")
+            raise HddmError(
+                f"`strength` {self.strength}: must be from 0 (the picture) to 1 (all new)"
+            )
         if self.resampling is not None and self.resampling < 1:
             raise HddmError(f"`resampling_steps` {self.resampling}: must be 1 or more")
         if self.resampling is not None and self.mask is None:
-            raise HddmError("`resampling_steps` repeats steps inside a `mask`, and there is none; drop it")
+            raise HddmError(
+                "`resampling_steps` repeats steps inside a `mask`, and there is none; drop it"
+            )
         if self.mask is not None and self.source is not None:
             raise HddmError("`edit_from` changes the whole picture; drop it or the `mask`")
         for picture, mask in ((self.x_0, self.mask), (self.pixels, self.pixel_mask)):
-            if mask is not None and picture is not None and mask.shape[1:] != (1, *picture.shape[2:]):
-                raise HddmError(f"the mask is {tuple(mask.shape)}, and the picture {tuple(picture.shape)}")
+            if (
+                mask is not None
+                and picture is not None
+                and mask.shape[1:] != (1, *picture.shape[2:])
+            ):
+                raise HddmError(
+                    f"the mask is {tuple(mask.shape)}, and the picture {tuple(picture.shape)}"
+                )
 
     @property
     def one_step_at_a_time(self) -> bool:
@@ -94,7 +104,9 @@ class Picture:
         for name, one, own in (("picture", self.x_0, shape), ("mask", self.mask, (1, *shape[1:]))):
             if one is not None and (len(one) not in (1, num) or one.shape[1:] != tuple(own)):
                 wanted = (num, *own)
-                raise HddmError(f"the {name} is {tuple(one.shape)}, and {num} samples need {wanted}")
+                raise HddmError(
+                    f"the {name} is {tuple(one.shape)}, and {num} samples need {wanted}"
+                )
 
     def noised(self, noise: Tensor) -> Tensor:
         """x_s for eps = ``noise`` (n, C, H, W)."""

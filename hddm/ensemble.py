@@ -81,9 +81,8 @@ class Ensemble(Parts):
 
     def __repr__(self) -> str:
         routed = "no router" if self.router is None else "a router"
-        return (
-            f"<Ensemble of {len(self.parts)} experts, {self.strategy}, {routed}, samples {self.sample_shape}>"
-        )
+        about = f"{len(self.parts)} experts, {self.strategy}, {routed}"
+        return f"<Ensemble of {about}, samples {self.sample_shape}>"
 
     @property
     def strategy(self) -> str:
@@ -232,7 +231,9 @@ class Ensemble(Parts):
         """
         if expert is not None:
             if expert.shape != (len(x_t),):
-                raise HddmError(f"expert= takes {len(x_t)} indices, one per state, not {expert.tolist()}")
+                raise HddmError(
+                    f"expert= takes {len(x_t)} indices, one per state, not {expert.tolist()}"
+                )
             return self.at(t, Choice.of(expert.cpu(), len(self.experts)).weights)
         return self.routed(x_t, t.cpu(), self.shares_of(len(x_t), conditions or {}, prior))
 
@@ -245,7 +246,9 @@ class Ensemble(Parts):
             return None
         return self.prior_of(num, conditions, prior)
 
-    def routed(self, x_t: Tensor, t: Tensor, shares: Tensor | None, may_be_nan: bool = False) -> Tensor:
+    def routed(
+        self, x_t: Tensor, t: Tensor, shares: Tensor | None, may_be_nan: bool = False
+    ) -> Tensor:
         """Weights (batch, K) at x_t (batch, …) and t (batch,), which is on the CPU, by strategy and router.
 
         For ``shares`` see `shares_of`, for ``may_be_nan`` `answer_of`.

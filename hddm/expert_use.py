@@ -79,7 +79,11 @@ class ExpertUse:
         wanted = None if expected is None else expected.double() @ same
         leads = first.unique().tolist()
         for k in leads:
-            due = float(wanted[k] / expected.sum()) if wanted is not None and expected is not None else 0.0
+            due = (
+                float(wanted[k] / expected.sum())
+                if wanted is not None and expected is not None
+                else 0.0
+            )
             if len(leads) > 1 and shares[k] > MOST and due <= MOST:
                 if expected is None or expected.sum() >= FEWEST_EXPECTED * len(leads):
                     doubt = "; is the router trained?" if is_learned else ""

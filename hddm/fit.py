@@ -47,7 +47,9 @@ class Findings:
         except HddmError as error:
             self.differ(name, "; ".join([error.message, *error.details]))
 
-    def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
+    def refuse(
+        self, message: str = "these parts do not fit together, and nothing was written:"
+    ) -> None:
         """Raise an `HddmError` with all differences, one line per name, if there are any."""
         if self.differences:
             raise HddmError(message, self.lines)
@@ -116,7 +118,9 @@ def compare_students(experts: Sequence[Candidate], are_mixed: bool, found: Findi
     num_domains = len({one.domain for one in experts})
     if (are_mixed and num_domains > 1) or len(students) < len(experts):
         for one in students:
-            found.differ(one.name, "is a student of few steps; it can be drawn, and only among students")
+            found.differ(
+                one.name, "is a student of few steps; it can be drawn, and only among students"
+            )
 
 
 def _compare_domain(experts: Sequence[Candidate], found: Findings) -> None:

@@ -81,7 +81,9 @@ class Numbers:
     @classmethod
     def _with(cls, identities: Sequence[Hashable], without: int) -> "Numbers":
         distinct = tuple(dict.fromkeys(one for one in identities if one is not None))
-        return cls(distinct, tuple(without if one is None else distinct.index(one) for one in identities))
+        return cls(
+            distinct, tuple(without if one is None else distinct.index(one) for one in identities)
+        )
 
 
 class Parts:
@@ -158,7 +160,9 @@ class Parts:
             kind = {"sample_shape": field.sample_shape, "VAE": vae}
             is_student = field.sampling_steps is not None
             domain = self.domains[k]
-            found.append(Candidate(f"expert {k}", kind, domain, field.noise_range, is_student=is_student))
+            found.append(
+                Candidate(f"expert {k}", kind, domain, field.noise_range, is_student=is_student)
+            )
         return tuple(found)
 
     def describe_kinds(self) -> str:
@@ -235,9 +239,13 @@ class Parts:
             return
         domains = torch.tensor(self.domains)
         for k, one in enumerate(self.experts):
-            one.check_range({LABELS: labels if expert is None else labels[domains[expert] == domains[k]]})
+            one.check_range(
+                {LABELS: labels if expert is None else labels[domains[expert] == domains[k]]}
+            )
 
-    def require(self, guidance: Guidance, conditions: Collection[str], expert: Tensor | None) -> None:
+    def require(
+        self, guidance: Guidance, conditions: Collection[str], expert: Tensor | None
+    ) -> None:
         """Check that the experts ``expert``, by default all, have what they need for samples.
 
         Raises an `HddmError` where one lacks the weak model to guide by, and a `UsageError` where it needs a
@@ -315,7 +323,9 @@ class Parts:
                 f"expert {k} cannot take {asked_for(conditions)}; use another expert, or leave it out"
             )
 
-    def prior_of(self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None) -> Tensor:
+    def prior_of(
+        self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
+    ) -> Tensor:
         """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).
 
         It is ``prior`` (num, K) where provided, such as by a prompt, else p(k | class) where that is known,
@@ -393,7 +403,9 @@ class Parts:
             own = dict(conditions)
         if LABELS in own and self.joint.numbers is not None:
             null = one.null_conditions.get(LABELS)
-            own[LABELS] = self.joint.own(own[LABELS], k, len(one.classes) if null is None else int(null))
+            own[LABELS] = self.joint.own(
+                own[LABELS], k, len(one.classes) if null is None else int(null)
+            )
         return own
 
 
@@ -408,7 +420,9 @@ def asked_for(conditions: Collection[str]) -> str:
 def _check_shares(rows: Tensor, num: int, num_experts: int) -> None:
     """Raise an `HddmError` unless ``rows`` are ``num`` distributions over experts, in any unit."""
     if rows.shape != (num, num_experts):
-        raise HddmError(f"`prior` has shape {tuple(rows.shape)}, and must have {(num, num_experts)}")
+        raise HddmError(
+            f"`prior` has shape {tuple(rows.shape)}, and must have {(num, num_experts)}"
+        )
     is_valid = (rows >= 0).all(1) & (rows.sum(1) > 0) & rows.sum(1).isfinite()
     if not is_valid.all():
         row = int(is_valid.logical_not().nonzero()[0])
@@ -420,6 +434,12 @@ def _check_shares(rows: Tensor, num: int, num_experts: int) -> None:
 
 def _normalised(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     values = torch.as_tensor(prior, dtype=torch.float64)
-    if values.shape != (num_experts,) or not (values >= 0).all() or not 0 < values.sum() < torch.inf:
-        raise HddmError(f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}")
+    if (
+        values.shape != (num_experts,)
+        or not (values >= 0).all()
+        or not 0 < values.sum() < torch.inf
+    ):
+        raise HddmError(
+            f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}"
+        )
     return values / values.sum()

@@ -70,7 +70,9 @@ class Topic:
             return None
         tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
         record = parse_record(header.encode(), TopicRecord, f"{path}: {_HEADER}")
-        refuse_other_kinds(path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)})
+        refuse_other_kinds(
+            path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)}
+        )
         refuse_non_finite(path, tensors)
         means, parts = tensors["means"].double(), tensors["parts"].double()
         if means.shape[1] != record.text_encoder.width or not len(parts) or not (parts > 0).all():
@@ -100,9 +102,13 @@ class PromptRouter:
         ridge: weight of ‖W‖²; the smaller, the surer is the router of topics that lie apart.
     """
 
-    def __init__(self, topics: Sequence[Topic | None], prior: Sequence[float], ridge: float = RIDGE) -> None:
+    def __init__(
+        self, topics: Sequence[Topic | None], prior: Sequence[float], ridge: float = RIDGE
+    ) -> None:
         self.topics = list(topics)
-        self._slopes, self._offsets = _regression(tuple(one for one in topics if one is not None), ridge)
+        self._slopes, self._offsets = _regression(
+            tuple(one for one in topics if one is not None), ridge
+        )
         self._is_known = torch.tensor([topic is not None for topic in topics])
         shares = torch.tensor(prior, dtype=torch.float64)[self._is_known]
         # Where only experts without a share are described, they are equal.
@@ -126,13 +132,17 @@ def _regression(topics: tuple[Topic, ...], ridge: float) -> tuple[Tensor, Tensor
         means = torch.cat([topic.means for topic in topics])
         parts = torch.cat([topic.parts for topic in topics]) / len(topics)
         variance = torch.tensor([topic.variance for topic in topics], dtype=torch.float64)
-        own = torch.arange(len(topics)).repeat_interleave(torch.tensor([len(one.parts) for one in topics]))
+        own = torch.arange(len(topics)).repeat_interleave(
+            torch.tensor([len(one.parts) for one in topics])
+        )
         centre = parts @ means
         apart = means - centre
         # Without any variance all topics are one, and any number above 0 will do.
         unit = (parts @ apart.square().sum(1) + variance.mean()).clamp_min(1e-12).sqrt()
         apart, spread = apart / unit, SPREAD * variance / unit**2
-        _, lengths, directions = torch.linalg.svd(parts.sqrt()[:, None] * apart, full_matrices=False)
+        _, lengths, directions = torch.linalg.svd(
+            parts.sqrt()[:, None] * apart, full_matrices=False
+        )
         points = apart @ directions.T
         # The search is far shorter where the means vary alike in all directions.
         steps = (lengths.square() + 1e-4).rsqrt()

@@ -48,7 +48,9 @@ class Router:
         self._parts: Tensor | None = None
         if outputs is not None and len(set(outputs)) < len(outputs):
             # Experts of one output that have no share divide it all the same.
-            own = torch.tensor(shares or [1.0] * len(outputs), dtype=torch.float64).clamp_min(1e-300)
+            own = torch.tensor(shares or [1.0] * len(outputs), dtype=torch.float64).clamp_min(
+                1e-300
+            )
             same = torch.tensor(outputs)[:, None] == torch.tensor(outputs)
             self._parts = own / (same * own).sum(1)
 
@@ -71,7 +73,11 @@ class Router:
 
 
 def answer_of(
-    router: Callable[[Tensor, Tensor], Tensor], x_t: Tensor, t: Tensor, num: int, may_be_nan: bool = False
+    router: Callable[[Tensor, Tensor], Tensor],
+    x_t: Tensor,
+    t: Tensor,
+    num: int,
+    may_be_nan: bool = False,
 ) -> Tensor:
     """Any router's probabilities (batch, num) of x_t (batch, …) at t (batch,), checked, on the CPU.
 
@@ -134,11 +140,16 @@ class MomentsRouter:
     """
 
     def __init__(
-        self, moments: Sequence[Moments], prior: Sequence[float] | None = None, evidence: float | None = None
+        self,
+        moments: Sequence[Moments],
+        prior: Sequence[float] | None = None,
+        evidence: float | None = None,
     ) -> None:
         sizes = [len(one.mean) for one in moments]
         if len(set(sizes)) != 1:
-            raise HddmError(f"a router by moments needs images of one shape, not of {sizes} numbers")
+            raise HddmError(
+                f"a router by moments needs images of one shape, not of {sizes} numbers"
+            )
         self.moments = list(moments)
         # Means of classes may be many, and do not count here.
         self._own = [replace(one, class_means=None) for one in moments]
@@ -155,7 +166,9 @@ class MomentsRouter:
         logits = torch.stack([one.log_likelihood(flat, times) for one in own], 1)
         prior = sent(torch.tensor(self.prior, dtype=flat.dtype), flat.device)
         if self.evidence is not None:
-            directions = torch.stack([one.directions(times) for one in own], 1) @ (prior / prior.sum())
+            directions = torch.stack([one.directions(times) for one in own], 1) @ (
+                prior / prior.sum()
+            )
             logits /= (directions / self.evidence).clamp_min(1)[:, None]
         logits += prior.log()
         return logits.softmax(1).to(x_t.device, torch.promote_types(x_t.dtype, torch.float32))

@@ -69,7 +69,9 @@ class Generated:
         latents: ``(num, *shape)``, in place of initial noise.
     """
 
-    def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
+    def __init__(
+        self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None
+    ) -> None:
         self._generators, self._num, self._shape, self._latents = generators, num, shape, latents
 
     @functools.cached_property
@@ -95,7 +97,9 @@ class Generated:
         return torch.stack([_normal(shape, self._of(i)) for i in numbers])
 
     def _of(self, number: int) -> torch.Generator | None:
-        return self._generators[number] if isinstance(self._generators, Sequence) else self._generators
+        return (
+            self._generators[number] if isinstance(self._generators, Sequence) else self._generators
+        )
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
         _, draws = self._first
@@ -128,7 +132,9 @@ def _normal(shape: Shape, one: torch.Generator | None) -> Tensor:
 
 
 def _uniform(shape: Shape, one: torch.Generator | None) -> Tensor:
-    return torch.rand(shape, generator=one, device=getattr(one, "device", None), dtype=torch.float64).cpu()
+    return torch.rand(
+        shape, generator=one, device=getattr(one, "device", None), dtype=torch.float64
+    ).cpu()
 
 
 class NotFinite(HddmError):
@@ -151,7 +157,9 @@ def shape_of(model: Ensemble, expert: int, shape: Shape | None = None) -> Shape:
     if found is None:
         raise HddmError("this model does not record the shape of a sample: pass shape=(C, H, W)")
     if own is not None and (len(found) != len(own) or found[0] != own[0]):
-        raise HddmError(f"`shape` {tuple(found)}: samples of this model have {own[0]} channels, as {own}")
+        raise HddmError(
+            f"`shape` {tuple(found)}: samples of this model have {own[0]} channels, as {own}"
+        )
     return found
 
 
@@ -205,7 +213,11 @@ class Plan:
             expert: an expert of the samples' kind.
         """
         noise, picture = self.noise.initial(numbers, self.shape_of(expert)), self.picture(expert)
-        return (noise, 1.0) if picture is None else (picture.rows(rows).noised(noise), picture.strength)
+        return (
+            (noise, 1.0)
+            if picture is None
+            else (picture.rows(rows).noised(noise), picture.strength)
+        )
 
 
 @dataclass(frozen=True)
@@ -298,7 +310,10 @@ def _integrate(
     model, solver, times, picture = plan.model, plan.solver, plan.times, plan.picture(batch.kind)
     x, s = plan.start(batch.numbers, batch.rows, batch.kind)
     if picture is not None:
-        fresh, picture = plan.noise.fresh(batch.numbers, tuple(x.shape[1:])), picture.rows(batch.rows)
+        fresh, picture = (
+            plan.noise.fresh(batch.numbers, tuple(x.shape[1:])),
+            picture.rows(batch.rows),
+        )
         solver = picture.solver(solver, fresh)
         if picture.source is not None:
             source = _source_velocity(plan, batch, picture.source, x, s, stop, is_checked)
@@ -341,10 +356,14 @@ def _source_velocity(
     """Velocity of a picture (noised to x at s) under the conditions that describe it, without guidance."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
-    same = {name: value for name, value in batch.conditions.given.items() if name in sample_settings()}
+    same = {
+        name: value for name, value in batch.conditions.given.items() if name in sample_settings()
+    }
     conditions = replace(conditions, given=same | conditions.given)
     if model.strategy == "draw" and plan.expert is None:
-        expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))
+        expert = pick_experts(
+            posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers)
+        )
     unguided = replace(plan, guidance=Guidance(1.0))
     own = replace(batch, conditions=conditions, expert=expert)
     walk = _Walk(model, unguided, own, unchanged, stop, None, is_checked)
@@ -401,7 +420,10 @@ class _Walk:
             self.use.add(float(now), choice.weights)
         if self.inputs[0] is not choice:
             given, negative = conditions.given, conditions.negative
-            self.inputs = choice, model.inputs_by_expert(x, choice, self.plan.guidance, negative, given)
+            self.inputs = (
+                choice,
+                model.inputs_by_expert(x, choice, self.plan.guidance, negative, given),
+            )
         v = model.mix(x, t, choice, self.inputs[1], then)
         if self.is_checked:
             _check_finite(v, now, choice)

@@ -57,7 +57,9 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     times = shift * u / (1 + (shift - 1) * u)
     if not (times.diff() < 0).all():
-        raise HddmError(f"`shift` {shift:g}: must be positive, and near enough to 1 for {steps} steps")
+        raise HddmError(
+            f"`shift` {shift:g}: must be positive, and near enough to 1 for {steps} steps"
+        )
     return times
 
 
@@ -105,7 +107,11 @@ def check_effects(
     """
     reason = ""
     if model.num_domains == 1:
-        reason = "there is one expert" if len(model.experts) == 1 else "the noise level chooses the expert"
+        reason = (
+            "there is one expert"
+            if len(model.experts) == 1
+            else "the noise level chooses the expert"
+        )
     if strategy is not None and reason:
         raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")
     if expert is not None:
@@ -189,9 +195,13 @@ def plan(
         times = times if first is None else first.times(times)
         is_edit = first is not None and first.source is not None
         if is_edit and model.commits_at is not None and expert is None:
-            raise HddmError(f"`strategy` {model.strategy}: cannot edit a picture; choose draw or full")
+            raise HddmError(
+                f"`strategy` {model.strategy}: cannot edit a picture; choose draw or full"
+            )
     elif steps is not None or shift is not None:
-        raise HddmError("`times` are the steps themselves: pass neither `steps` nor `shift` beside them")
+        raise HddmError(
+            "`times` are the steps themselves: pass neither `steps` nor `shift` beside them"
+        )
     else:
         grid_steps = len(times) - 1
     if alone is not None:
@@ -211,7 +221,9 @@ def plan(
     )
 
 
-def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Iterator[Batch]:
+def batches(
+    plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int
+) -> Iterator[Batch]:
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
     If drawn samples need several batches, they are sorted by domain, so that each expert gets large batches.
@@ -235,7 +247,10 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
         if (first := plan.picture(k)) is not None:
             first.check(num, plan.shape_of(k))
     used = chosen
-    if chosen is None and (shares := model.shares_of(num, conditions.given, conditions.prior)) is not None:
+    if (
+        chosen is None
+        and (shares := model.shares_of(num, conditions.given, conditions.prior)) is not None
+    ):
         used = shares.sum(0).nonzero()[:, 0]
     model.require(plan.guidance, conditions.given, used)
     groups = [torch.arange(num)]
@@ -416,7 +431,9 @@ def integrate(
     Raises:
         HddmError: as `plan` and `hddm.running.run`.
     """
-    planned = plan(model, times=times, noise=Latents(x=x.cpu()), shape=tuple(x.shape[1:]), **options)
+    planned = plan(
+        model, times=times, noise=Latents(x=x.cpu()), shape=tuple(x.shape[1:]), **options
+    )
     if conditions is not None:
         check_negative(planned.guidance, conditions.negative)
     batch = Batch.of(len(x), conditions or Conditions(), None if expert is None else expert.cpu())

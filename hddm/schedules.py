@@ -32,7 +32,11 @@ logger = logging.getLogger(__name__)
 DDPM_FAMILY = (
     *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMInverseScheduler"),
     *("DDIMParallelScheduler", "DEISMultistepScheduler", "DPMSolverMultistepScheduler"),
-    *("DPMSolverMultistepInverseScheduler", "DPMSolverSinglestepScheduler", "EulerDiscreteScheduler"),
+    *(
+        "DPMSolverMultistepInverseScheduler",
+        "DPMSolverSinglestepScheduler",
+        "EulerDiscreteScheduler",
+    ),
     *("EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler"),
     *("KDPM2AncestralDiscreteScheduler", "LCMScheduler", "LMSDiscreteScheduler", "PNDMScheduler"),
     *("SASolverScheduler", "TCDScheduler", "UniPCMultistepScheduler"),
@@ -201,7 +205,9 @@ class DiscreteSchedule(Schedule):
         betas = to_float64(torch.as_tensor(self.betas)).cpu()
         inside = (betas > 0) & (betas < 1)
         if betas.ndim != 1 or len(betas) < 2 or not inside[:-1].all() or not 0 < betas[-1] <= 1:
-            raise HddmError("betas must be at least 2 numbers in (0, 1), of which only the last may be 1")
+            raise HddmError(
+                "betas must be at least 2 numbers in (0, 1), of which only the last may be 1"
+            )
         log_alpha_squared = torch.log1p(-betas).cumsum(0)
         # log(1 - alpha²) without cancellation where alpha² is close to 1
         table = log_alpha_squared - torch.log(-torch.expm1(log_alpha_squared))
@@ -285,7 +291,9 @@ def from_diffusers(source: object) -> Schedule:
             logger.info("%s: %s is missing; %s's default is %s", origin, key, name, given[key])
     steps = given["num_train_timesteps"]
     if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:
-        raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
+        raise HddmError(
+            f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}"
+        )
     try:
         betas = diffusers.DDPMScheduler(**given).betas
     except Exception as error:  # a constructor may raise anything for foreign values
@@ -325,7 +333,9 @@ def flow_steps(config: Mapping[str, Any], origin: str) -> int:
     """
     steps = config.get("num_train_timesteps", 1000)
     if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
-        raise HddmError(f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}")
+        raise HddmError(
+            f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}"
+        )
     if config.get("invert_sigmas"):
         raise HddmError(f"{origin}: invert_sigmas turns time around, which is not supported")
     return steps
@@ -370,7 +380,9 @@ def _family(config: Mapping[str, Any], origin: str) -> str:
     """The scheduler class of a config that does not name it."""
     if any(key.startswith("beta_") or key == "trained_betas" for key in config):
         return "DDPMScheduler"
-    flow_only = set().union(*map(_parameters, FLOW_MATCH_FAMILY)).difference(*map(_parameters, DDPM_FAMILY))
+    flow_only = (
+        set().union(*map(_parameters, FLOW_MATCH_FAMILY)).difference(*map(_parameters, DDPM_FAMILY))
+    )
     if flow_only & set(config):
         return "FlowMatchEulerDiscreteScheduler"
     _refuse_unknown_keys(config, origin)
@@ -383,7 +395,11 @@ def _read(source: object) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
         return dict(source), "scheduler config"
     path = Path(source)  # type: ignore[arg-type]
-    for candidate in (path, path / "scheduler_config.json", path / "scheduler" / "scheduler_config.json"):
+    for candidate in (
+        path,
+        path / "scheduler_config.json",
+        path / "scheduler" / "scheduler_config.json",
+    ):
         if candidate.is_file():
             return read_json(candidate), str(candidate)
     raise HddmError(f"{path}: no scheduler config here; give a scheduler_config.json or its folder")
@@ -398,4 +414,6 @@ def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
     known = set(_FROM_OLD_VERSIONS).union(*map(_parameters, DDPM_FAMILY + FLOW_MATCH_FAMILY))
     for key in config:
         if not key.startswith("_") and key not in known:
-            raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{did_you_mean(key, known)}")
+            raise HddmError(
+                f"{origin}: no diffusers scheduler has a key {key!r}{did_you_mean(key, known)}"
+            )

@@ -60,7 +60,9 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
     signature = inspect.signature(function)
     kinds = {name: one.annotation for name, one in signature.parameters.items()}
     records = {
-        name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Record)
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, Record)
     }
 
     @functools.wraps(function)
@@ -86,7 +88,9 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
         return function(*bound.args, **bound.kwargs)
 
     given = [one for name, one in signature.parameters.items() if name not in records]
-    fields = {key: field for record in records.values() for key, field in record.model_fields.items()}
+    fields = {
+        key: field for record in records.values() for key, field in record.model_fields.items()
+    }
     given += [
         inspect.Parameter(
             key,
@@ -106,7 +110,9 @@ def _refuse_unknown(
     """Refuse the first of ``keywords`` that ``function`` does not take."""
     for name in keywords:
         if name not in known:
-            raise UsageError(f"{function.__name__} takes no argument {name!r}{did_you_mean(name, known)}")
+            raise UsageError(
+                f"{function.__name__} takes no argument {name!r}{did_you_mean(name, known)}"
+            )
 
 
 def _checked(parse: Callable[[Any], object]) -> AfterValidator:
@@ -132,7 +138,9 @@ PredictionName = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
 def _whole_amount(text: Any) -> Any:
     """``text``, where all of it is an amount: pydantic reads the beginning alone, and 1,5GB as a byte."""
-    if isinstance(text, str) and not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE):
+    if isinstance(text, str) and not re.fullmatch(
+        r"\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE
+    ):
         raise PydanticCustomError("byte_size", "not an amount of memory")
     return text
 
@@ -187,7 +195,9 @@ class SamplingMethod(Described):
     @property
     def guidance(self) -> Guidance:
         """The options of guidance as one."""
-        return Guidance(**{name: getattr(self, option) for name, option in GUIDANCE_OPTIONS.items()})
+        return Guidance(
+            **{name: getattr(self, option) for name, option in GUIDANCE_OPTIONS.items()}
+        )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -240,7 +250,11 @@ class SampleSettings(Computing, SamplingMethod):
     @property
     def labels(self) -> list[str]:
         """Class names or numbers, one by one."""
-        return [] if self.class_labels is None else [one.strip() for one in self.class_labels.split(",")]
+        return (
+            []
+            if self.class_labels is None
+            else [one.strip() for one in self.class_labels.split(",")]
+        )
 
     @property
     def numbers(self) -> range:
@@ -377,9 +391,13 @@ class AssemblySettings(Described):
     """Folder of this component. Default: the experts' own."""
     base: Annotated[tuple[Path, ...], READ] = ()
     """Base of LoRA experts, if it was moved since training."""
-    share: Annotated[dict[str, Share], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = None
+    share: Annotated[dict[str, Share], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = (
+        None
+    )
     """An expert's share of all data. Default: by size of its shard."""
-    domain: Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_lists), Shown("EXPERT,EXPERT")] = ()
+    domain: Annotated[
+        tuple[tuple[str, ...], ...], BeforeValidator(_lists), Shown("EXPERT,EXPERT")
+    ] = ()
     """Experts for different noise levels of the same data. Default: those of one shard."""
     classes: InputPath | dict[str, tuple[str, ...] | dict[int | str, str]] | None = None
     """YAML file with class names for experts whose classes are numbers."""
@@ -399,7 +417,8 @@ class EvaluationSettings(Described):
     save_classifier: Path | None = None
     """File to save the trained classifier to, for other evaluations."""
     domain: (
-        Annotated[dict[str, tuple[str, ...]], BeforeValidator(_domains), Shown("NAME=CLASS,CLASS")] | None
+        Annotated[dict[str, tuple[str, ...]], BeforeValidator(_domains), Shown("NAME=CLASS,CLASS")]
+        | None
     ) = None
     """Classes of a domain, for results by domain; needs a classifier and class folders."""
     mirrored: bool = False

@@ -56,7 +56,9 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchang
     return x
 
 
-def adams_moulton(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+def adams_moulton(
+    velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged
+) -> Tensor:
     """Adams-Bashforth predictor and three-point Adams-Moulton corrector, order 3, one call per step.
 
     With steps h_0, then h, a step is predicted from the velocities v at its beginning and v_before at the

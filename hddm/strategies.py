@@ -66,7 +66,9 @@ class Strategy:
     def check(self, num_experts: int) -> None:
         """Refuse a k above the number of experts."""
         if self.kind == "top" and self.value > num_experts:
-            raise HddmError(f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}")
+            raise HddmError(
+                f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}"
+            )
 
     def weights(self, probabilities: "Tensor") -> "Tensor":
         """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
@@ -93,6 +95,8 @@ class Strategy:
                 before = ranked.cumsum(1).roll(1, dims=1)
                 chosen = (before < self.value) | (rank == 0)
             case other:
-                raise HddmError(f"strategy {other} chooses one expert per sample, and has no weights")
+                raise HddmError(
+                    f"strategy {other} chooses one expert per sample, and has no weights"
+                )
         kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
         return kept / kept.sum(1, keepdim=True)

@@ -88,7 +88,9 @@ class PathPoint:
     derivatives: Callable[[], tuple[Tensor, Tensor]]
 
 
-def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: PathPoint) -> tuple[Tensor, Tensor]:
+def x_0_and_eps(
+    prediction_type: PredictionType, output: Tensor, at: PathPoint
+) -> tuple[Tensor, Tensor]:
     """Estimates (x_0, eps) that a network's ``output`` implies for y = alpha x_0 + sigma eps.
 
         epsilon:          x_0 = (y - s eps)/a                  singular at a = 0
@@ -336,7 +338,9 @@ class VelocityField:
             )
         return Inputs(guidance, given, against)
 
-    def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
+    def guided(
+        self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None
+    ) -> Tensor:
         """As `velocity`, for checked ``times`` (batch,) and ``inputs``; nothing is read from the device."""
         given, against, guidance = inputs.conditions, inputs.negative, inputs.guidance
         if self.sampling_steps is not None:

@@ -26,7 +26,14 @@ from hddm.data.sources import open_source
 from hddm.experts.records import EXPERT_FILE
 from hddm.schedules import Schedule
 from hddm.training.objectives import Objective, objective_of
-from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopFields, Recipe, RouterSettings, resolve
+from hddm.training.settings import (
+    ExpertRecipe,
+    ExpertSettings,
+    LoopFields,
+    Recipe,
+    RouterSettings,
+    resolve,
+)
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST, write_manifest
 
@@ -221,7 +228,9 @@ def killed_at_every_change(
         if (child := os.fork()) == 0:
             seen = itertools.count(1)
 
-            def hook(name: str, arguments: tuple[Any, ...], seen: Any = seen, last: int = last) -> None:
+            def hook(
+                name: str, arguments: tuple[Any, ...], seen: Any = seen, last: int = last
+            ) -> None:
                 if name in changes and next(seen) == last:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -236,7 +245,17 @@ def killed_at_every_change(
 
 
 # Packages that take seconds to import, most of them with torch below.
-HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "sklearn", "scipy", "matplotlib", "rich"}
+HEAVY = {
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "rich",
+}
 
 _RUN = """
 import contextlib, io, json, sys
@@ -262,7 +281,9 @@ def in_a_fresh_process(
     Packages that are ``missing`` cannot be imported.
     """
     arguments = json.dumps([list(map(str, line)) for line in lines])
-    run = subprocess.run([sys.executable, "-c", _RUN, arguments, *missing], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN, arguments, *missing], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     found = map(json.loads, run.stdout.splitlines())
     return [(code, output, HEAVY & set(modules)) for code, output, modules in found]
@@ -297,6 +318,8 @@ def load_images(root: Path) -> ImageSet:
     """Read all images of a source in sorted order; raises as `open_source`, `decode_image` and `stack`."""
     source = open_source(root)
     names = source.files
-    pixels = stack([decode_image(source.read(i), root / name) for i, name in enumerate(names)], names, root)
+    pixels = stack(
+        [decode_image(source.read(i), root / name) for i, name in enumerate(names)], names, root
+    )
     labels = None if source.labels is None else torch.tensor(source.labels)
     return ImageSet(root, tuple(names), pixels, labels, source.classes)

@@ -137,7 +137,9 @@ def inline() -> Iterator[list[list[str]]]:
         yield told
 
 
-def run_inline(chosen: BenchmarkFile, out: Path, data: Path | None = None, **options: Any) -> Results:
+def run_inline(
+    chosen: BenchmarkFile, out: Path, data: Path | None = None, **options: Any
+) -> Results:
     """The benchmark in this process alone."""
     with inline():
         return run.run_benchmark(chosen, out, LINES, data=data, **options)
@@ -213,7 +215,8 @@ def more_seeds(
             scored.append(one.model_copy(update=new))
     trained = [
         one.model_copy(
-            update={"seed": seed} | ({} if models[one.model] in fixed else {"hash": f"{one.hash} {seed}"})
+            update={"seed": seed}
+            | ({} if models[one.model] in fixed else {"hash": f"{one.hash} {seed}"})
         )
         for seed in seeds
         for one in results.models

@@ -12,9 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 _SWITCHES = (
-    *("--headless=new", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--no-first-run",
+        "--hide-scrollbars",
+        "--remote-debugging-pipe",
+    ),
     *("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
     "--disable-component-update",
 )
@@ -45,13 +53,17 @@ class Browser:
         quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
         pipes = [(os.POSIX_SPAWN_DUP2, theirs, 3), (os.POSIX_SPAWN_DUP2, answering, 4)]
         arguments = [CHROMIUM, *_SWITCHES, f"--user-data-dir={profile}", "about:blank"]
-        self._process = os.posix_spawn(CHROMIUM, arguments, os.environ, file_actions=[*quiet, *pipes])
+        self._process = os.posix_spawn(
+            CHROMIUM, arguments, os.environ, file_actions=[*quiet, *pipes]
+        )
         os.close(theirs)
         os.close(answering)
 
     def __enter__(self) -> "Browser":
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         return self
@@ -93,7 +105,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The plain value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

@@ -20,7 +20,11 @@ from tests.oracles import AlphaSigma, GaussianMixture, OracleNetwork
 TRAINED_BETAS = (0.004 + 0.03 * np.sin(np.arange(120) / 40) ** 2).tolist()
 BETAS = {
     "ddpm-linear": {"beta_schedule": "linear"},
-    "sd-scaled-linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+    "sd-scaled-linear": {
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+    },
     "squaredcos-cap-v2": {"beta_schedule": "squaredcos_cap_v2"},
     "sigmoid": {"beta_schedule": "sigmoid"},
     "trained-betas": {"trained_betas": TRAINED_BETAS, "num_train_timesteps": len(TRAINED_BETAS)},
@@ -127,11 +131,15 @@ class ConditionSum:
     def __call__(self, y: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
         self.states.append(y)
         self.conditions.append({name: value.tolist() for name, value in conditions.items()})
-        return torch.full_like(y, self.value) + sum(c.to(y).view(-1, 1, 1, 1) for c in conditions.values())
+        return torch.full_like(y, self.value) + sum(
+            c.to(y).view(-1, 1, 1, 1) for c in conditions.values()
+        )
 
     def field(self, *conditions: str, **options: Any) -> VelocityField:
         """An expert that takes these ``conditions`` alone."""
-        return VelocityField(self, LINEAR.schedule, "flow_prediction", conditions=conditions, **options)
+        return VelocityField(
+            self, LINEAR.schedule, "flow_prediction", conditions=conditions, **options
+        )
 
 
 def in_parts(
@@ -143,10 +151,15 @@ def in_parts(
     names = join_classes(tuple(field.classes for field in fields)).names or tuple(
         map(str, range(len(class_prior)))
     )
-    rows = dict(zip(names, torch.as_tensor(class_prior, dtype=torch.float64).tolist(), strict=False))
+    rows = dict(
+        zip(names, torch.as_tensor(class_prior, dtype=torch.float64).tolist(), strict=False)
+    )
     return [
         Part(
-            field, 1.0, {name: row[k] for name, row in rows.items()}, None if domains is None else domains[k]
+            field,
+            1.0,
+            {name: row[k] for name, row in rows.items()},
+            None if domains is None else domains[k],
         )
         for k, field in enumerate(fields)
     ]

@@ -122,7 +122,9 @@ def conditions_of(network: ModelMixin, rows: int = 1) -> dict[str, Tensor]:
     width = config.get("caption_channels") or config["cross_attention_dim"]
     given = {"encoder_hidden_states": torch.randn(rows, 6, width, generator=noise)}
     if config.get("addition_embed_type") == "text_time":
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        pooled = (
+            config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        )
         given["text_embeds"] = torch.randn(rows, pooled, generator=noise)
         given["time_ids"] = torch.tensor([[64.0, 64, 0, 0, 64, 64]]).expand(rows, 6)
     if config.get("use_additional_conditions"):
@@ -133,7 +135,11 @@ def conditions_of(network: ModelMixin, rows: int = 1) -> dict[str, Tensor]:
 
 def call(network: ModelMixin, y: Tensor, timestep: Tensor, given: Mapping[str, Tensor]) -> Tensor:
     """The raw output of the network itself."""
-    added = {k: v for k, v in given.items() if k in ("text_embeds", "time_ids", "resolution", "aspect_ratio")}
+    added = {
+        k: v
+        for k, v in given.items()
+        if k in ("text_embeds", "time_ids", "resolution", "aspect_ratio")
+    }
     plain = {k: v for k, v in given.items() if k not in added}
     nested = {"added_cond_kwargs": added} if added else {}
     if isinstance(network, ExpertTransformer):
@@ -162,7 +168,9 @@ def check_velocity(
         u = float(np.interp(math.log(t / (1 - t)), np.log(ratio), np.arange(len(kept))))
         norm = math.hypot(1 - t, t)
         a, s, y = (1 - t) / norm, t / norm, x / norm
-        output = call(network, y, torch.tensor([u], dtype=torch.float32), given)[:, : x.shape[1]].double()
+        output = call(network, y, torch.tensor([u], dtype=torch.float32), given)[
+            :, : x.shape[1]
+        ].double()
         x, y = x.double(), y.double()
         x_0, eps = {
             "epsilon": lambda d, y=y, a=a, s=s: ((y - s * d) / a, d),

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from tests.checkpoint_files import randomised
 
@@ -78,7 +85,14 @@ def _scatter(model: CLIPTextModel | T5EncoderModel) -> None:
 def write_t5(root: Path, width: int = 16, seed: int = 0) -> T5EncoderModel:
     """Write ``root/text_encoder``, which is returned, and ``root/tokenizer``, for any lower-case text."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), ("▁cat", -1.5), ("▁dog", -1.5)]
+    pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        ("▁", -1.0),
+        ("▁cat", -1.5),
+        ("▁dog", -1.5),
+    ]
     tokenizer = T5Tokenizer(vocab=[*pieces, *((letter, -2.0) for letter in letters)], extra_ids=0)
     tokenizer.save_pretrained(root / "tokenizer")
     torch.manual_seed(seed)
@@ -95,14 +109,22 @@ def write_tokenizer(folder: Path, tokens: int = 77, **config: Any) -> int:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
     merges = ["c a", "ca t</w>", "d o", "do g</w>"]
-    words = letters + [letter + "</w>" for letter in letters] + [pair.replace(" ", "") for pair in merges]
+    words = (
+        letters
+        + [letter + "</w>" for letter in letters]
+        + [pair.replace(" ", "") for pair in merges]
+    )
     words += [BEGIN, END]
     folder.mkdir(parents=True)
     (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     special = {"bos_token": BEGIN, "eos_token": END, "unk_token": END, "pad_token": END}
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
-    stated = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokens, "add_prefix_space": False}
+    stated = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": tokens,
+        "add_prefix_space": False,
+    }
     (folder / "tokenizer_config.json").write_text(
         json.dumps(special | {"errors": "replace", "do_lower_case": True} | stated | config)
     )

@@ -131,7 +131,9 @@ def trio(root: Path, images: Path) -> Trio:
         settings = expert_settings(objective, steps=2, class_conditional=True, seed=k)
         train_expert(folder / "shards" / f"shard_{k}", folder / "experts" / f"e{k}", settings)
     train_router(folder / "shards", folder / "router", router_settings(steps=30))
-    return Trio(folder / "shards", [folder / "experts" / f"e{k}" for k in range(3)], folder / "router")
+    return Trio(
+        folder / "shards", [folder / "experts" / f"e{k}" for k in range(3)], folder / "router"
+    )
 
 
 @pytest.fixture(scope="session")

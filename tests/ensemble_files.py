@@ -29,7 +29,14 @@ from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomis
 from tests.component_files import texts_in, write_clip, write_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-FLOW = {"sample_size": 4, "in_channels": 3, "patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2}
+FLOW = {
+    "sample_size": 4,
+    "in_channels": 3,
+    "patch_size": 2,
+    "hidden_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+}
 CLASSES = ("cat", "dog", "7")
 
 
@@ -45,7 +52,9 @@ def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network
     made = randomised(ExpertTransformer(**FLOW | network), seed)
     interface = known_family(made).interface(made.config)
     classes = (
-        CLASSES if interface.num_classes == len(CLASSES) else map(str, range(interface.num_classes or 0))
+        CLASSES
+        if interface.num_classes == len(CLASSES)
+        else map(str, range(interface.num_classes or 0))
     )
     stated = {
         "objective": "flow",
@@ -71,7 +80,9 @@ def saved(folder: Path, expert: Expert) -> Path:
     return folder
 
 
-def shard_of(name: str, images: int, class_images: Sequence[int] = (), **more: Any) -> dict[str, Any]:
+def shard_of(
+    name: str, images: int, class_images: Sequence[int] = (), **more: Any
+) -> dict[str, Any]:
     """The record of the only shard of a partition, whose hash is ``name``."""
     counted = {"hash": name, "images": images, "class_images": class_images}
     return {"index": 0, "num_shards": 1, **counted, **more}
@@ -81,7 +92,9 @@ def random_router(
     num: int, shape: Sequence[int] = (3, 4, 4), seed: int = 0
 ) -> tuple[RouterTransformer, RouterRecord]:
     """A router that prefers other experts for other samples, none of them on the whole."""
-    network = RouterTransformer(num, shape[1], shape[0], patch_size=2, hidden_size=16, depth=1, num_heads=2)
+    network = RouterTransformer(
+        num, shape[1], shape[0], patch_size=2, hidden_size=16, depth=1, num_heads=2
+    )
     randomised(network, seed)
     for block in network.layers:
         block.attn.in_proj_weight.data *= 5
@@ -165,7 +178,14 @@ def write_ensemble(
     network, facts = random_router(len(experts), shapes[0])
     (root / "router").mkdir()
     save_router(root / "router", network.to(dtype), facts)
-    assemble(folders, root / "ensemble", root / "router", strategy=strategy, classes=classes, **components)
+    assemble(
+        folders,
+        root / "ensemble",
+        root / "router",
+        strategy=strategy,
+        classes=classes,
+        **components,
+    )
     return root / "ensemble"
 
 

@@ -68,7 +68,9 @@ def text(network: ModelMixin, rows: int = 2) -> dict[str, Tensor]:
     return given
 
 
-def _cells(channels: int, height: int, width: int) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+def _cells(
+    channels: int, height: int, width: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
     """Where each number of a state (c, y, x) lies in its rows: row y W/2 + x, channel 4c + 2 dy + dx."""
     for c, y, x in itertools.product(range(channels), range(height), range(width)):
         yield (c, y, x), ((y // 2) * (width // 2) + x // 2, 4 * c + 2 * (y % 2) + x % 2)

@@ -44,7 +44,9 @@ def attempts(paths: Iterable[Path]) -> list[str]:
     """What stops the process that tries to load pickles, by file; all are tried in one."""
     code = "import sys; from hddm.utils.pickles import try_to_load\n"
     code += "for path in sys.argv[1:]: try_to_load(path); print(flush=True)"
-    done = subprocess.run([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths], stdout=subprocess.PIPE, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 

@@ -74,8 +74,13 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer({"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
             names = [one["path"] for one in json.loads(body)["files"]]
-            modes = {name: "lfs" if name.endswith((".safetensors", ".png")) else "regular" for name in names}
-            files = [{"path": n, "uploadMode": mode, "shouldIgnore": False} for n, mode in modes.items()]
+            modes = {
+                name: "lfs" if name.endswith((".safetensors", ".png")) else "regular"
+                for name in names
+            }
+            files = [
+                {"path": n, "uploadMode": mode, "shouldIgnore": False} for n, mode in modes.items()
+            ]
             return self._answer({"files": files})
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
@@ -110,11 +115,16 @@ class Handler(BaseHTTPRequestHandler):
             if files is None:
                 return self._answer({"error": "Repository not found"}, 404)
             siblings = [{"rfilename": name} for name in files]
-            return self._answer({"id": match[1], "sha": COMMIT, "siblings": siblings, "private": False})
+            return self._answer(
+                {"id": match[1], "sha": COMMIT, "siblings": siblings, "private": False}
+            )
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/?", path):
             rows = self.server.repos[match[1]].items()
             return self._answer(
-                [{"type": "file", "path": name, "size": len(one), "oid": _oid(one)} for name, one in rows]
+                [
+                    {"type": "file", "path": name, "size": len(one), "oid": _oid(one)}
+                    for name, one in rows
+                ]
             )
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             content = self.server.repos[match[1]].get(match[2])

@@ -98,7 +98,9 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
         sys.exit(stopped.exit_code)
 
 
-def start(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> ForkServerProcess:
+def start(
+    shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None
+) -> ForkServerProcess:
     """`train` in a process of its own."""
     return in_a_process(train, shard, out, diary, moment)
 
@@ -112,7 +114,9 @@ def entries(diary: Path) -> dict[int, tuple[list[int], float]]:
         except json.JSONDecodeError:
             # Its process was killed as it wrote.
             continue
-        assert found.setdefault(step, (rows, loss)) == (rows, loss), f"step {step} differs between lives"
+        assert found.setdefault(step, (rows, loss)) == (rows, loss), (
+            f"step {step} differs between lives"
+        )
     return found
 
 

@@ -31,14 +31,23 @@ def ldm_unet(network: UNet2DConditionModel) -> dict[str, Tensor]:
     names = {name: torch.empty(0) for name in _ldm_names(config)}
     mapped = convert_ldm_unet_checkpoint(dict(names), config)
     origins = {id(tensor): name for name, tensor in names.items()}
-    found = {origins[id(tensor)]: weights[name] for name, tensor in mapped.items() if name in weights}
+    found = {
+        origins[id(tensor)]: weights[name] for name, tensor in mapped.items() if name in weights
+    }
     assert len(found) == len(weights)
     return found
 
 
 def _ldm_names(config: Mapping[str, Any]) -> list[str]:
     """More names than there are: each block has every part that it may have."""
-    resnet = ["in_layers.0", "in_layers.2", "emb_layers.1", "out_layers.0", "out_layers.3", "skip_connection"]
+    resnet = [
+        "in_layers.0",
+        "in_layers.2",
+        "emb_layers.1",
+        "out_layers.0",
+        "out_layers.3",
+        "skip_connection",
+    ]
     inner = ["norm1", "norm2", "norm3", "ff.net.0.proj", "ff.net.2"]
     inner += [f"attn{n}.{leaf}" for n in (1, 2) for leaf in ("to_q", "to_k", "to_v", "to_out.0")]
     depth = max(np.ravel(config["transformer_layers_per_block"]))
@@ -61,7 +70,9 @@ def _ldm_names(config: Mapping[str, Any]) -> list[str]:
             modules += [f"output_blocks.{i}.1.{leaf}" for leaf in attention if "CrossAttn" in kind]
         if n < len(config["up_block_types"]) - 1:
             modules.append(f"output_blocks.{(n + 1) * level - 1}.{1 + ('CrossAttn' in kind)}.conv")
-    return [f"model.diffusion_model.{name}.{leaf}" for name in modules for leaf in ("weight", "bias")]
+    return [
+        f"model.diffusion_model.{name}.{leaf}" for name in modules for leaf in ("weight", "bias")
+    ]
 
 
 def ldm_file(
@@ -72,7 +83,10 @@ def ldm_file(
     if averaged is not None:
         for name, tensor in ldm_unet(averaged).items():
             content["model_ema." + "".join(name.split(".")[1:])] = tensor
-        content |= {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(7)}
+        content |= {
+            "model_ema.decay": torch.tensor(0.9999),
+            "model_ema.num_updates": torch.tensor(7),
+        }
     scheduler = DDPMScheduler(**SD_BETAS)
     kept = scheduler.alphas_cumprod
     content |= {

@@ -13,7 +13,9 @@ from hddm.training.continuation import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert
 
 
-def write_base(folder: Path, expert: Expert | None = None, dtype: torch.dtype = torch.float32) -> Path:
+def write_base(
+    folder: Path, expert: Expert | None = None, dtype: torch.dtype = torch.float32
+) -> Path:
     """An expert of its own."""
     folder.mkdir(parents=True)
     expert = expert or flow_expert(0)

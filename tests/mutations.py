@@ -29,17 +29,53 @@ class Pairs(list[tuple[Any, Any]]):
 
 _NUMBERS = (0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e-300, 1e300, -1e300, 10**6, 10**30, -(10**30))
 _BOUNDS = (2**31, -(2**31) - 1, 2**62, 2**63, -(2**63) - 1, 2**64)
-_WORDS = ("", "x", "0", "1", "-1", "1e5", "nan", "inf", "true", "٣", "float64", "x" * 300, "x" * 10000)
+_WORDS = (
+    "",
+    "x",
+    "0",
+    "1",
+    "-1",
+    "1e5",
+    "nan",
+    "inf",
+    "true",
+    "٣",
+    "float64",
+    "x" * 300,
+    "x" * 10000,
+)
 _PATHS = ("../x", "/etc/passwd", ".", "..", "a/../../b", "C:\\x", "~", "con")
 _SIGNS = ("x\n", "x\ny", "\0", "x\0y", "\x1b[31m", "|", "`", "{{x}}", "%s", "\u202e", "😀")
 _LISTS = ([], [[]], [None], [0], [-1], ["x"], [[0, 1], [2]], [1] * 300)
 _OBJECTS = (Pairs(), Pairs([("x", 1)]), Pairs([("", None)]))
-_TEXTS = ("NaN", "Infinity", "-Infinity", "1e999", "-0.0", "01", "", "9" * 100, "9" * 10000, "1" + "0" * 400)
+_TEXTS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "-0.0",
+    "01",
+    "",
+    "9" * 100,
+    "9" * 10000,
+    "1" + "0" * 400,
+)
 _TEXTS += ('"\\ud800"', '"x\\udfffy"', '{"x":1,"x":2}', '{"a":' * 2000)
 _TEXTS += ("[" * 50 + "]" * 50, "[" * 200 + "]" * 200, "[" * 100000)
 _ODD: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_BOUNDS, *_WORDS, *_PATHS, *_SIGNS)
 _ODD += ("<script>alert(1)</script>", *_LISTS, *_OBJECTS, *map(Raw, _TEXTS))
-_YAML = ("&a [*a]", "*a", "!!binary x", "!!python/object:os.x {}", "yes", "No", "010", "1:30", "<<", "0x1F")
+_YAML = (
+    "&a [*a]",
+    "*a",
+    "!!binary x",
+    "!!python/object:os.x {}",
+    "yes",
+    "No",
+    "010",
+    "1:30",
+    "<<",
+    "0x1F",
+)
 _ODD_YAML = tuple(map(Raw, _YAML))
 _ODD_KEYS = ("x", "", "0", "../x", "a\nb", "\0", "x" * 300, "_class_name", "format", "<b>|")
 _ODD_KEYS += (Raw('"\\ud800"'), Raw("1"))
@@ -68,7 +104,9 @@ def _parsed(suffix: str, content: bytes) -> tuple[Any, Callable[[Any], bytes]] |
             return header, lambda tree: _with_header(_dumped(tree), data)
         if suffix == ".jsonl":
             lines = [_loaded(line) for line in content.splitlines() if line.strip()]
-            return lines, lambda tree: b"\n".join(map(_dumped, tree if type(tree) is list else [tree]))
+            return lines, lambda tree: b"\n".join(
+                map(_dumped, tree if type(tree) is list else [tree])
+            )
         if suffix == ".yaml":
             # JSON is YAML; the text itself is changed by its bytes.
             from hddm.utils.documents import parse_yaml
@@ -191,7 +229,14 @@ def _near(value: Any, rng: random.Random) -> Any:
             except ValueError:
                 return value[1:]
         return rng.choice(
-            (value + "x", value[:-1], value.upper(), value * 2, f" {value}", value.replace("/", "/../"))
+            (
+                value + "x",
+                value[:-1],
+                value.upper(),
+                value * 2,
+                f" {value}",
+                value.replace("/", "/../"),
+            )
         )
     if isinstance(value, Pairs):
         return Pairs(value[: len(value) // 2])

@@ -36,7 +36,9 @@ class GaussianMixture:
         return cls(weights / weights.sum(), means, 0.3 * factors @ factors.mT + floor)
 
     @classmethod
-    def union(cls, shards: Sequence["GaussianMixture"], prior: Sequence[float]) -> "GaussianMixture":
+    def union(
+        cls, shards: Sequence["GaussianMixture"], prior: Sequence[float]
+    ) -> "GaussianMixture":
         """The whole data: shard k with probability ``prior[k]``."""
         weights = [share * shard.weights for share, shard in zip(prior, shards, strict=True)]
         return cls(
@@ -74,7 +76,9 @@ class GaussianMixture:
         t = t.double().view(-1, *[1] * (x_0.ndim - 1))
         return (1 - t) * x_0 + t * eps
 
-    def states_at(self, t: float, num: int, seed: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def states_at(
+        self, t: float, num: int, seed: int, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         """`states` (num, *shape) of one time, and the times (num,)."""
         times = torch.full((num,), t, dtype=torch.float64)
         return self.states(times, seed, shape), times
@@ -138,7 +142,11 @@ class OracleNetwork:
     """
 
     def __init__(
-        self, shard: GaussianMixture, alpha_sigma: AlphaSigma, prediction_type: str, time_scale: float = 1.0
+        self,
+        shard: GaussianMixture,
+        alpha_sigma: AlphaSigma,
+        prediction_type: str,
+        time_scale: float = 1.0,
     ) -> None:
         self.shard = shard
         self.alpha_sigma = alpha_sigma
@@ -156,7 +164,9 @@ class OracleNetwork:
             a, s = slopes(self.alpha_sigma, time)
             return a.view(-1, *ones) * x_0 + s.view(-1, *ones) * eps
         a, s = a.view(-1, *ones), s.view(-1, *ones)
-        return {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[self.prediction_type]
+        return {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[
+            self.prediction_type
+        ]
 
 
 class NoisyEpsilon(OracleNetwork):

@@ -18,12 +18,18 @@ NUM_EXPERTS = 3
 TEXT = 16
 EXPERT = {"sample_size": 8, "hidden_size": 144, "depth": 2, "num_heads": 2, "text_dim": TEXT}
 ROUTER = {"sample_size": 8, "hidden_size": 128, "depth": 2, "num_heads": 2}
-SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 1.0,
+}
 EXPERT_FILE = "diffusion_pytorch_model.safetensors"
 ROUTER_FILE = "pytorch_model.safetensors"
 
 
-def write_paris(folder: Path, num_experts: int = NUM_EXPERTS) -> tuple[list[ModelMixin], ModelMixin]:
+def write_paris(
+    folder: Path, num_experts: int = NUM_EXPERTS
+) -> tuple[list[ModelMixin], ModelMixin]:
     """Write a release; its networks are returned."""
     experts = [randomised(ExpertTransformer(**EXPERT), seed) for seed in range(num_experts)]
     router = randomised(RouterTransformer(num_experts, **ROUTER), seed=100)

@@ -36,7 +36,13 @@ from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.settings import Conversion
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
-from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
+from hddm.training.settings import (
+    DistillSettings,
+    ExpertSettings,
+    RouterSettings,
+    RunOptions,
+    settings_of,
+)
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, router_settings, write_images
@@ -81,7 +87,11 @@ class Kind:
         # Images have decoders of their own, and would be most of the files.
         paths = [path for path in paths if path.suffix != ".png" and not path.name.startswith(".")]
         names = {str(path.relative_to(self.folder)): path for path in paths}
-        return {name: path.read_bytes() for name, path in names.items() if path.stat().st_size <= LARGEST}
+        return {
+            name: path.read_bytes()
+            for name, path in names.items()
+            if path.stat().st_size <= LARGEST
+        }
 
     def seal(self, place: Path, name: str) -> None:
         """Write the new hash of a spoiled file wherever its old one stands, as an attacker would."""
@@ -111,7 +121,9 @@ def kinds(root: Path, quick: bool = False, only: str = "") -> list[Kind]:
 
 
 def _write_expert(folder: Path) -> None:
-    shard = partition(write_images(folder.parent / "images-of-expert"), folder.parent / "expert-data", 1)[0]
+    shard = partition(
+        write_images(folder.parent / "images-of-expert"), folder.parent / "expert-data", 1
+    )[0]
     settings = expert_settings("ddpm", steps=2, prediction="epsilon", class_conditional=True)
     train_expert(shard, folder, settings)
 
@@ -170,9 +182,16 @@ def _write_lora(folder: Path) -> None:
     save_file(kohya(open_expert(base).read().network, ranks=(2, 3)), folder / "kohya.safetensors")
     shapes = {"A": (2, 64), "B": (16, 2)}
     factors = {
-        f"transformer.layers.0.mlp.2.lora_{part}.weight": torch.ones(one) for part, one in shapes.items()
+        f"transformer.layers.0.mlp.2.lora_{part}.weight": torch.ones(one)
+        for part, one in shapes.items()
     }
-    config = {"r": 2, "lora_alpha": 3, "alpha_pattern": {"mlp.2": 4}, "use_dora": False, "bias": "none"}
+    config = {
+        "r": 2,
+        "lora_alpha": 3,
+        "alpha_pattern": {"mlp.2": 4},
+        "use_dora": False,
+        "bias": "none",
+    }
     stated = json.dumps({f"transformer.{key}": value for key, value in config.items()})
     save_file(factors, folder / "peft.safetensors", {"lora_adapter_metadata": stated})
 
@@ -235,7 +254,10 @@ def _checkpoint(name: str, make: Callable[[int], ModelMixin], **saving: object) 
 
 
 def _read_clip(folder: Path) -> None:
-    encoder, tokenizer = read_text_encoder(folder / "text_encoder"), read_tokenizer(folder / "tokenizer")
+    encoder, tokenizer = (
+        read_text_encoder(folder / "text_encoder"),
+        read_tokenizer(folder / "tokenizer"),
+    )
     embed(encoder, tokenizer, ["a cat and a dog"])
     text_encoder_facts(folder / "text_encoder", 77)
     text = PipelineText(folder)
@@ -305,7 +327,14 @@ def _write_samples(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir():
             path.rmdir()
-    record = {"format": "1.2", "num_images": 48, "start": 0, "source": "x", "seed": 0, "prompts": None}
+    record = {
+        "format": "1.2",
+        "num_images": 48,
+        "start": 0,
+        "source": "x",
+        "seed": 0,
+        "prompts": None,
+    }
     record |= {"class_labels": [0, 1], "class_names": ["a", "b"]}
     (folder / "sampling.json").write_text(json.dumps(record))
 
@@ -330,7 +359,11 @@ def _write_tar(folder: Path) -> None:
 
 def _write_parquet(folder: Path) -> None:
     names = {"names": ["cat", "dog"], "_type": "ClassLabel"}
-    columns = {"image": pa.array(rows_of([1, 2, 3, 4]), IMAGE), "label": [0, 1, 1, 0], "text": list("abcd")}
+    columns = {
+        "image": pa.array(rows_of([1, 2, 3, 4]), IMAGE),
+        "label": [0, 1, 1, 0],
+        "text": list("abcd"),
+    }
     write_parquet(folder / "a.parquet", columns, {"image": {"_type": "Image"}, "label": names})
 
 

@@ -18,7 +18,9 @@ from hddm.data.shard_records import ImageEntry, shard_hash
 from hddm.utils.progress import Progress
 
 
-def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool = True) -> list[np.ndarray]:
+def noise(
+    num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool = True
+) -> list[np.ndarray]:
     """Images (height, width, 3) or (height, width) in uint8."""
     shape = (num, height, width, 3) if colour else (num, height, width)
     return list(np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8))
@@ -26,7 +28,10 @@ def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool
 
 def as_file(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     """The content of an image file."""
-    buffer, image = io.BytesIO(), pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    buffer, image = (
+        io.BytesIO(),
+        pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels),
+    )
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
@@ -93,14 +98,23 @@ def write_partition(root: Path, num: int = 20, held_out: int = 0, colour: bool =
         labels = [n % 2 for n in range(num)]
         hashes.append(write_shard(root / f"shard_{k}", images, labels, shard=k, num_shards=2))
         if held_out:
-            place, kept = root / "held_out" / f"shard_{k}", noise(held_out, seed=100 + k, colour=colour)
+            place, kept = (
+                root / "held_out" / f"shard_{k}",
+                noise(held_out, seed=100 + k, colour=colour),
+            )
             write_shard(place, kept, labels[:held_out], None, k, 2, hashes[k])
     return write_partition_record(root, [num, num], hashes)
 
 
 def write_partition_record(root: Path, sizes: Sequence[int], hashes: Sequence[str]) -> Path:
     """Make a partition of the shards in ``root``, which is returned, with a key that no version has now."""
-    facts = {"format": "1.2", "images": sum(sizes), "features": "pixel_pca", "fine_clusters": 2, "seed": 0}
+    facts = {
+        "format": "1.2",
+        "images": sum(sizes),
+        "features": "pixel_pca",
+        "fine_clusters": 2,
+        "seed": 0,
+    }
     (root / "partition.json").write_text(
         json.dumps({**facts, "sizes": sizes, "hashes": hashes, "proposal": None})
     )

@@ -56,7 +56,12 @@ class Findings:
 
 
 def attack_reading(
-    root: Path, keep: Path, seed: int, goes_on: Callable[[int], bool], only: str = "", quick: bool = False
+    root: Path,
+    keep: Path,
+    seed: int,
+    goes_on: Callable[[int], bool],
+    only: str = "",
+    quick: bool = False,
 ) -> Findings:
     """Spoil one file after another of valid artefacts, made in ``root``, and read them.
 
@@ -112,7 +117,11 @@ def _read(kind: Kind, place: Path) -> tuple[str, str]:
             kind.read(place)
     except HddmError as error:
         told = str(error)
-        if "\n" in error.message or len(told) > LONGEST or (not told.isascii() and not _is_writable(told)):
+        if (
+            "\n" in error.message
+            or len(told) > LONGEST
+            or (not told.isascii() and not _is_writable(told))
+        ):
             return f"an error of {len(told)} characters, or of several lines", told[:1000]
         how, report = "refused", told
     except (Exception, Hang) as error:
@@ -155,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Attack for some minutes, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, default=None, help="default: by the clock; it is printed")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: by the clock; it is printed"
+    )
     parser.add_argument("--only", default="", help="kinds of artefacts with this in their name")
     parser.add_argument("--keep", type=Path, default=Path("soak"), help="folder for what fails")
     given = parser.parse_args(arguments)

@@ -37,7 +37,9 @@ def write_vision_model(folder: Path, kind: str, seed: int = 0) -> Path:
         if kind == "dinov2":
             model = Dinov2Model(Dinov2Config(**_SMALL))
         else:
-            model = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**_SMALL, num_register_tokens=2))
+            model = Dinov2WithRegistersModel(
+                Dinov2WithRegistersConfig(**_SMALL, num_register_tokens=2)
+            )
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

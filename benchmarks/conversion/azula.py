@@ -54,7 +54,9 @@ class Ideal(nn.Module):
 
     def forward(self, state: Tensor, timestep: Tensor) -> Tensor:
         """The prediction for states (n, …) of the network's path at native times (n,)."""
-        native = timestep.double().clamp(max=self.schedule.end - (self.predicts != "flow_prediction"))
+        native = timestep.double().clamp(
+            max=self.schedule.end - (self.predicts != "flow_prediction")
+        )
         a, s = self.schedule.alpha_sigma(native)
         x_0, eps = self.mixture.x_0_and_eps(state.double().flatten(1), a, s)
         match self.predicts:
@@ -130,7 +132,8 @@ def errors(seeds: int) -> list[dict[str, Any]]:
         schedule = LinearSchedule() if predicts == "flow_prediction" else from_diffusers(SD)
         low, high = schedule.range
         times = {
-            t: "inside" if low <= t <= high else "beyond" for t in (*BEYOND[:3], *FRACTIONS, *BEYOND[3:])
+            t: "inside" if low <= t <= high else "beyond"
+            for t in (*BEYOND[:3], *FRACTIONS, *BEYOND[3:])
         }
         if predicts != "flow_prediction":
             times |= {schedule.common_time(float(n)): f"index {n}" for n in (100, 500, 900)}
@@ -146,7 +149,9 @@ def errors(seeds: int) -> list[dict[str, Any]]:
                     for name, velocity in fields(predicts, network).items():
                         v = velocity(state, at).double().flatten(1)
                         sums[name] += float((v - (eps - x_0)).norm() / (eps - x_0).norm()) / seeds
-                found.append({"model": model, "dtype": str(dtype)[6:], "t": t, "place": place, **sums})
+                found.append(
+                    {"model": model, "dtype": str(dtype)[6:], "t": t, "place": place, **sums}
+                )
     return found
 
 
@@ -164,7 +169,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     half = {(one["model"], one["t"]): one for one in rows if one["dtype"] == "float32"}
     for one in (row for row in rows if row["dtype"] == "float64"):
         place = "" if one["place"] == "inside" else f", {one['place']}"
-        cells = [one["ours"], one["azula"], *(half[one["model"], one["t"]][key] for key in ("ours", "azula"))]
+        cells = [
+            one["ours"],
+            one["azula"],
+            *(half[one["model"], one["t"]][key] for key in ("ours", "azula")),
+        ]
         yield f"| {one['model']} | {one['t']:.4g}{place} | {' | '.join(map(_number, cells))} |"
 
 

@@ -85,7 +85,10 @@ def errors_on_mixtures(dimensions: Sequence[int], states: int, seeds: int) -> li
                 mixture = DiagonalMixture.random(seed, MODES, dimension)
 
                 def network(
-                    y: Tensor, timestep: Tensor, schedule: Schedule = schedule, of: DiagonalMixture = mixture
+                    y: Tensor,
+                    timestep: Tensor,
+                    schedule: Schedule = schedule,
+                    of: DiagonalMixture = mixture,
                 ) -> Tensor:
                     unit = 1.0 if isinstance(schedule, DiscreteSchedule) else 1000.0
                     return of.x_0_and_eps(y, *schedule.alpha_sigma(timestep / unit))[1]
@@ -98,7 +101,9 @@ def errors_on_mixtures(dimensions: Sequence[int], states: int, seeds: int) -> li
                     for one, velocity in conversions(network, schedule).items():
                         error = (velocity(x, times) - true).norm() / true.norm()
                         errors.setdefault(one, []).append(error.item())
-                found.append({"schedule": name, "dimension": dimension, "seed": seed, "errors": errors})
+                found.append(
+                    {"schedule": name, "dimension": dimension, "seed": seed, "errors": errors}
+                )
     return found
 
 

@@ -77,12 +77,19 @@ def scaling(sweep: Sweep, start: Start) -> Path:
             out = place / f"{size.replace('/', '-')}_{factor:g}"
             results = run_benchmark(file, out, LINES, jobs=place / "jobs")
             distances = {
-                row.name: tuple(row.figure(results.decides).values.values()) for row in results.first
+                row.name: tuple(row.figure(results.decides).values.values())
+                for row in results.first
             }
             learned = {row.name: row.has_learned for row in results.first}
-            budget = next(row.training_flop for row in results.first if row.name == SINGLE) or math.nan
+            budget = (
+                next(row.training_flop for row in results.first if row.name == SINGLE) or math.nan
+            )
             cells.append(Cell(size, budget, distances.pop(SINGLE), distances, learned))
-    lines = ["# Where experts are ahead of one model of equal counted compute", "", *_table(sweep, cells)]
+    lines = [
+        "# Where experts are ahead of one model of equal counted compute",
+        "",
+        *_table(sweep, cells),
+    ]
     content = {"settings": vars(sweep), "cells": [vars(cell) for cell in cells]}
     return start.write(sweep.name, lines, content, chart(sweep, cells))
 
@@ -93,11 +100,15 @@ def shared_cost(size: str) -> float:
         shards = digit_shards(Path(folder), SHARDS)
         words = ["train", "expert", str(shards / "shard_0"), "--objective", "flow", "--size", size]
         expert, _ = count_training([*words, "--optimizer", "adamw"], run_words)
-        router, _ = count_training(["train", "router", str(shards), "--optimizer", "adamw"], run_words)
+        router, _ = count_training(
+            ["train", "router", str(shards), "--optimizer", "adamw"], run_words
+        )
     return router / expert
 
 
-def file_of(sweep: Sweep, size: str, factor: float, router_cost: float, workers: int) -> BenchmarkFile:
+def file_of(
+    sweep: Sweep, size: str, factor: float, router_cost: float, workers: int
+) -> BenchmarkFile:
     """The preset ``digits``, at another size and with ``factor`` times the steps, on held-out images."""
     preset = read_benchmark("digits", held_out=True)
     values: dict[str, Any] = dict(preset.values)
@@ -108,7 +119,12 @@ def file_of(sweep: Sweep, size: str, factor: float, router_cost: float, workers:
     # A router has batches of twice the size. Calibrations are evaluations; a step of an image costs three.
     single = SHARDS * values["steps"] + 2 * router_cost * values["router_steps"]
     single += ((SHARDS - 1) * LEVELS * STATES + router_cost * NOISED) / (3 * BATCH)
-    values |= {"size": size, "rate": rate, "single_steps": max(1, round(single)), "images": sweep.num_images}
+    values |= {
+        "size": size,
+        "rate": rate,
+        "single_steps": max(1, round(single)),
+        "images": sweep.num_images,
+    }
     changes = {
         "name": f"{size}, {factor:g} times the steps",
         "values": values,
@@ -138,7 +154,10 @@ def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
             f"{statistics.fmean(cell.rows[name]):.3g} ({', '.join(f'{r:.2f}' for r in cell.ratios(name))})"
             for name in names
         ]
-        rows = [text if cell.learned[name] else f"({text})" for name, text in zip(names, rows, strict=True)]
+        rows = [
+            text if cell.learned[name] else f"({text})"
+            for name, text in zip(names, rows, strict=True)
+        ]
         budget = f"{cell.budget / 1e12:.2g}"
         yield f"| {cell.size} | {budget} | {statistics.fmean(cell.single):.3g} | {' | '.join(rows)} |"
 
@@ -167,9 +186,13 @@ def _draw(panel: Axes, cells: list[Cell]) -> None:
         means = [math.exp(statistics.fmean(map(math.log, cell.ratios(row)))) for cell in cells]
         panel.plot(budgets, means, color=colour, marker="o", markersize=4, label=row)
         for place, cell in zip(budgets, cells, strict=True):
-            panel.plot([place] * len(cell.single), cell.ratios(row), color=colour, linewidth=0.8, alpha=0.5)
+            panel.plot(
+                [place] * len(cell.single), cell.ratios(row), color=colour, linewidth=0.8, alpha=0.5
+            )
         every += [ratio for cell in cells for ratio in cell.ratios(row)]
-    panel.set(xscale="log", yscale="log", ylim=(min(0.5, 0.9 * min(every)), max(2, 1.1 * max(every))))
+    panel.set(
+        xscale="log", yscale="log", ylim=(min(0.5, 0.9 * min(every)), max(2, 1.1 * max(every)))
+    )
     panel.xaxis.set_major_locator(FixedLocator(budgets))
     panel.yaxis.set_major_locator(FixedLocator([0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4]))
     for axis in (panel.xaxis, panel.yaxis):

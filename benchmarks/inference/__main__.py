@@ -30,11 +30,15 @@ def measure_inference(
     settings = settings_for(device, quick)
     settings = replace(settings, repeats=repeats or settings.repeats)
     times = {dtype: measure_times(settings, device, dtype, compiled) for dtype in dtypes}
-    taken = {dtype: measure_memory(settings, device, dtype, start.work) for dtype in dtypes if memory}
+    taken = {
+        dtype: measure_memory(settings, device, dtype, start.work) for dtype in dtypes if memory
+    }
     content = {
         **timed(settings, device, compiled, torch.get_num_threads(), times),
         "mflop": operations(settings),
-        "memory": {dtype: {"expert_bytes": size, "rows": rows} for dtype, (size, rows) in taken.items()},
+        "memory": {
+            dtype: {"expert_bytes": size, "rows": rows} for dtype, (size, rows) in taken.items()
+        },
     }
     text = lines(settings, content, times, taken)
     return start.write(name_of(settings, device, compiled), text, content)
@@ -46,8 +50,12 @@ def inference(
     device: DeviceOption = "cpu",
     dtype: DTypeOption = None,
     compile_networks: CompileOption = False,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="With 1.3 GB on disk.")] = True,
-    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Rounds; default 5.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory/--no-memory", help="With 1.3 GB on disk.")
+    ] = True,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", min=1, help="Rounds; default 5.")
+    ] = None,
     quick: QuickOption = False,
 ) -> None:
     """Time a step and peak memory of ensembles of random weights."""

@@ -124,7 +124,8 @@ def memory_of(ask: dict[str, Any]) -> Memory:
     """Load the ensemble, sample with every expert, and report; for a process of its own."""
     device, dtype = ask["device"], DTYPES[ask["dtype"]]
     sizes: dict[str, Any] = {
-        key: Size(**value) if isinstance(value, dict) else value for key, value in ask["settings"].items()
+        key: Size(**value) if isinstance(value, dict) else value
+        for key, value in ask["settings"].items()
     }
     settings = Settings(**sizes)
     shape = (settings.channels, settings.memory_side, settings.memory_side)
@@ -137,7 +138,9 @@ def memory_of(ask: dict[str, Any]) -> Memory:
     with peak(device) as first:
         pass
     with peak(device) as opened:
-        model = load_even(ask["path"], dtype, device, offload=ask["offload"], max_memory=ask["max_memory"])
+        model = load_even(
+            ask["path"], dtype, device, offload=ask["offload"], max_memory=ask["max_memory"]
+        )
         model.weights(x, torch.ones(len(x)))
     with peak(device) as running:
         integrate(model, x, times)

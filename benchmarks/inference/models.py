@@ -136,7 +136,9 @@ def random_expert(
     return Expert(randomised(network), record, None)
 
 
-def random_router(size: Size, shape: tuple[int, int, int], patch: int, experts: int) -> RouterTransformer:
+def random_router(
+    size: Size, shape: tuple[int, int, int], patch: int, experts: int
+) -> RouterTransformer:
     """A router of ``experts`` shards."""
     torch.manual_seed(experts)
     network: RouterTransformer = RouterTransformer(
@@ -163,9 +165,13 @@ class Models:
         compiled: whether ``torch.compile`` compiles each network.
     """
 
-    def __init__(self, settings: Settings, device: str, dtype: torch.dtype, compiled: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, device: str, dtype: torch.dtype, compiled: bool = False
+    ) -> None:
         shape, count = settings.sample_shape, settings.experts
-        experts = [random_expert(settings.size, shape, settings.patch, k, count) for k in range(count)]
+        experts = [
+            random_expert(settings.size, shape, settings.patch, k, count) for k in range(count)
+        ]
         self.experts = ExpertSet([expert for expert in experts], dtype, device)
         network = random_router(settings.router, shape, settings.patch, count)
         self.router_network = network.to(device, dtype)

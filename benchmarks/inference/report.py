@@ -29,7 +29,14 @@ def lines(
     if memory:
         text += ["## Memory", "", *_memory_method(settings, content["device"])]
     for dtype, (size, rows) in memory.items():
-        text += [f"{dtype}:", "", *_memory(settings, size, rows), "", _memory_verdict(settings, rows), ""]
+        text += [
+            f"{dtype}:",
+            "",
+            *_memory(settings, size, rows),
+            "",
+            _memory_verdict(settings, rows),
+            "",
+        ]
     return text
 
 
@@ -93,7 +100,9 @@ def _verdicts(times: Times) -> list[str]:
         f"{LEAST_GAIN:g}: {met(gain, LEAST_GAIN, at_most=False)}."
     )
     rare = [name for name in times if name.startswith(EVERY)]
-    often = ", ".join(f"{spread(ratios(times, name, rare[0]), 2)} at every {name[-1]}" for name in rare[1:])
+    often = ", ".join(
+        f"{spread(ratios(times, name, rare[0]), 2)} at every {name[-1]}" for name in rare[1:]
+    )
     return [*found, f"- Time a step beside a router asked at every step: {often}."]
 
 

@@ -23,7 +23,12 @@ from hddm.sampling import integrate, time_grid
 from hddm.velocity import TIME_SCALE, VelocityField
 
 SINGLE, BARE, DIFFUSERS = "single model", "its network alone", "diffusers' DiT, DDIM"
-TOP_1, TOP_2, FULL, LOOP = "ensemble, top-1", "ensemble, top-2", "ensemble, full", "loop over all experts"
+TOP_1, TOP_2, FULL, LOOP = (
+    "ensemble, top-1",
+    "ensemble, top-2",
+    "ensemble, full",
+    "loop over all experts",
+)
 EVERY = "top-1, router at every "
 OFTEN = (SINGLE, TOP_1, TOP_2)
 """What the targets are about."""
@@ -54,7 +59,9 @@ def operations(settings: Settings) -> tuple[float, float]:
     router = EvenRouter(random_router(settings.router, shape, patch, settings.experts))
     (field,) = expert.fields()
     x = torch.zeros(1, *shape)
-    return evaluation_flop(field) / 1e6, forward_flop(Router(router, TIME_SCALE), x, torch.ones(1)) / 1e6
+    return evaluation_flop(field) / 1e6, forward_flop(
+        Router(router, TIME_SCALE), x, torch.ones(1)
+    ) / 1e6
 
 
 def ways_of(models: Models, settings: Settings, device: str) -> dict[str, tuple[Step, int]]:
@@ -62,7 +69,9 @@ def ways_of(models: Models, settings: Settings, device: str) -> dict[str, tuple[
     fields = models.experts.fields()
     x = torch.randn(settings.batch, *settings.sample_shape).to(device)
     t = torch.full((settings.batch,), 0.5, dtype=torch.float64)
-    by_strategy = {name: Ensemble(fields, models.router, name) for name in ("top-1", "top-2", "full")}
+    by_strategy = {
+        name: Ensemble(fields, models.router, name) for name in ("top-1", "top-2", "full")
+    }
 
     def velocity(model: VelocityField | Ensemble) -> tuple[Step, int]:
         return lambda: model.velocity(x, t), 1

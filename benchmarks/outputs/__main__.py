@@ -4,7 +4,9 @@ import os
 import warnings
 
 ENVIRONMENT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TQDM_DISABLE"), "1"),
+    **dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TQDM_DISABLE"), "1"
+    ),
     **dict.fromkeys(("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"), "error"),
 }
 """Read by libraries when they are imported."""

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, ModelMixin, SchedulerMixin
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    EulerDiscreteScheduler,
+    ModelMixin,
+    SchedulerMixin,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,7 +23,15 @@ import hddm
 from benchmarks.outputs.digests import Outputs, files_of, under
 from benchmarks.outputs.workshop import TIMES, Workshop, command, noise, states
 from tests import flow_models
-from tests.checkpoint_files import SD_BETAS, conditions_of, dit, pipeline, pixart, plain_unet, text_unet
+from tests.checkpoint_files import (
+    SD_BETAS,
+    conditions_of,
+    dit,
+    pipeline,
+    pixart,
+    plain_unet,
+    text_unet,
+)
 from tests.checkpoints import test_lora_files as lora_files
 from tests.component_files import write_clip, write_vae
 from tests.flow_models import SD35, flow_pipeline, flux, sd3
@@ -115,23 +129,35 @@ SOURCES = {
     "DiT": Source(dit, _in_a_pipeline(), DIT),
     "DiT of v": Source(dit, _in_a_pipeline(V_SCHEDULER), DIT),
     "DiT of the sample": Source(dit, _alone, DIT),
-    "DiT for high noise": Source(dit, _in_a_pipeline(DDPMScheduler()), DIT, {"noise_range": (0.5, 1.0)}),
+    "DiT for high noise": Source(
+        dit, _in_a_pipeline(DDPMScheduler()), DIT, {"noise_range": (0.5, 1.0)}
+    ),
     "DiT in bfloat16": Source(lambda: dit().bfloat16(), _in_a_pipeline(), DIT),
-    "DiT in a pickle": Source(dit, _in_a_pipeline(safe_serialization=False), DIT, {"allow_pickle": True}),
+    "DiT in a pickle": Source(
+        dit, _in_a_pipeline(safe_serialization=False), DIT, {"allow_pickle": True}
+    ),
     "DiT in several files": Source(dit, _in_a_pipeline(max_shard_size="20KB"), DIT),
     "DiT with a variant": Source(dit, _in_a_pipeline(variant="fp16"), DIT, {"variant": "fp16"}),
     "DiT with a licence": Source(dit, _in_a_pipeline(), DIT, {"licence": "MIT"}),
     "PixArt": Source(pixart, _in_a_pipeline(), PIXART),
     "PixArt with sizes": Source(functools.partial(pixart, **SIZES), _in_a_pipeline(), PIXART),
     "UNet": Source(plain_unet, _in_a_pipeline(), UNET),
-    "gray UNet": Source(functools.partial(plain_unet, in_channels=1, out_channels=1), _in_a_pipeline(), UNET),
+    "gray UNet": Source(
+        functools.partial(plain_unet, in_channels=1, out_channels=1), _in_a_pipeline(), UNET
+    ),
     "Stable Diffusion 1": Source(text_unet, _with_components, TEXT_UNET),
-    "Stable Diffusion 2": Source(functools.partial(text_unet, **SD2), _in_a_pipeline(V_SCHEDULER), TEXT_UNET),
-    "SDXL": Source(functools.partial(text_unet, **XL), _in_a_pipeline(DDIMScheduler(**SD_BETAS)), TEXT_UNET),
+    "Stable Diffusion 2": Source(
+        functools.partial(text_unet, **SD2), _in_a_pipeline(V_SCHEDULER), TEXT_UNET
+    ),
+    "SDXL": Source(
+        functools.partial(text_unet, **XL), _in_a_pipeline(DDIMScheduler(**SD_BETAS)), TEXT_UNET
+    ),
     "SD3": Source(sd3, _flow, "diffusers-sd3"),
     "SD3.5": Source(functools.partial(sd3, **SD35), _flow, "diffusers-sd3"),
     "Flux schnell": Source(flux, _flow, "diffusers-flux", SIDE),
-    "Flux dev": Source(functools.partial(flux, guidance_embeds=True), _flow, "diffusers-flux", SIDE),
+    "Flux dev": Source(
+        functools.partial(flux, guidance_embeds=True), _flow, "diffusers-flux", SIDE
+    ),
     "facebook's DiT": Source(dit_network, _file(dit_file), "facebook-dit", {"num_heads": 4}),
     "facebook's DiT in float16": Source(
         dit_network, _file(dit_file, torch.float16), "facebook-dit", {"num_heads": 4}
@@ -164,7 +190,10 @@ SOURCES = {
         text_unet, _file(ldm_file), "ldm", SIDE | {"num_heads": 8, "prediction_type": "epsilon"}
     ),
     "Stable Diffusion 2 in one file": Source(
-        functools.partial(text_unet, **SD2), _file(ldm_file), "ldm", SIDE | V_PREDICTION | {"num_heads": 4}
+        functools.partial(text_unet, **SD2),
+        _file(ldm_file),
+        "ldm",
+        SIDE | V_PREDICTION | {"num_heads": 4},
     ),
     "Stable Diffusion in one file, averaged": Source(
         text_unet,

@@ -89,7 +89,9 @@ def files_of(folder: Path, root: Path, kept: Callable[[Path], bool] = lambda pat
 
 def _is_passed_over(path: Path, place: Path) -> bool:
     is_hidden = any(part.startswith(".") for part in place.parts)
-    is_of_model = path.name == "manifest.json" and any((path.parent / one).exists() for one in MODELS)
+    is_of_model = path.name == "manifest.json" and any(
+        (path.parent / one).exists() for one in MODELS
+    )
     return is_hidden or is_of_model or path.suffix in PROSE
 
 

@@ -30,14 +30,26 @@ def routers(workshop: Workshop) -> Outputs:
     folder = workshop.folder("routers")
     hddm.partition(workshop.images, folder / "other shards", 2, seed=1)
     for name, changes in ROUTERS.items():
-        command("train", "router", workshop.shards, "--out", folder / name, *workshop.config(SHORT | changes))
+        command(
+            "train",
+            "router",
+            workshop.shards,
+            "--out",
+            folder / name,
+            *workshop.config(SHORT | changes),
+        )
     several = (workshop.shards, folder / "other shards")
-    command("train", "router", *several, "--out", folder / "of two partitions", *workshop.config(SHORT))
+    command(
+        "train", "router", *several, "--out", folder / "of two partitions", *workshop.config(SHORT)
+    )
     for name in (*ROUTERS, "of two partitions"):
         yield from under(name, files_of(folder / name, workshop.root))
         yield f"{name}/losses", losses_of(folder / f"{name}.run")
         hddm.assemble(workshop.experts, folder / f"{name}, assembled", folder / name)
-        yield f"{name}/probabilities", hddm.load(folder / f"{name}, assembled").router(*states((1, 4, 4)))
+        yield (
+            f"{name}/probabilities",
+            hddm.load(folder / f"{name}, assembled").router(*states((1, 4, 4))),
+        )
 
 
 def ensembles(workshop: Workshop) -> Outputs:
@@ -84,7 +96,9 @@ def evaluation(workshop: Workshop) -> Outputs:
     hddm.assemble(workshop.experts, folder / "ensemble")
     hddm.sample_to_folder(folder / "ensemble", folder / "samples", num_images=64, steps=3)
     settings = {"held_out": folder / "shards", "domain": {"upright": ["columns"], "flat": ["rows"]}}
-    result = hddm.evaluate(folder / "samples", shard, allow_few=True, features="classifier", **settings)
+    result = hddm.evaluate(
+        folder / "samples", shard, allow_few=True, features="classifier", **settings
+    )
     for name, score in result.model_dump(mode="json").items():
         if name in SCORES:
             yield name, document(score, workshop.root)
@@ -109,13 +123,18 @@ def _pair(folder: Path, workshop: Workshop) -> list[Path]:
 
 
 def _of_ensemble(folder: Path, workshop: Workshop) -> Outputs:
-    yield from files_of(folder, workshop.root, kept=lambda path: path.parts[0] not in ("experts", "router"))
+    yield from files_of(
+        folder, workshop.root, kept=lambda path: path.parts[0] not in ("experts", "router")
+    )
     model = hddm.load(folder)
     labels = torch.arange(256) % len(model.classes)
     # Many, so that a small change of a share shows.
     given = {"seed": 2, "steps": 1, "strategy": "draw"}
     yield "many drawn samples", hddm.sample(model, len(labels), **given)
-    yield "many drawn samples of classes", hddm.sample(model, len(labels), **given, class_labels=labels)
+    yield (
+        "many drawn samples of classes",
+        hddm.sample(model, len(labels), **given, class_labels=labels),
+    )
     yield "samples by its own strategy", hddm.sample(model, 6, seed=2, steps=4)
     for strategy in ("draw", "full", "commit-0.5") if model.router else ("draw",):
         samples = hddm.sample(model, 6, seed=2, steps=4, strategy=strategy, class_labels=labels[:6])
@@ -130,7 +149,10 @@ def _of_ensemble(folder: Path, workshop: Workshop) -> Outputs:
 
 def _of_several_sizes(folder: Path) -> Outputs:
     """Images of two sizes, of which a pair makes the larger one."""
-    kinds: list[tuple[int, dict[str, Any]]] = [(4, {}), *((8, {"noise_range": part}) for part in PAIR)]
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (4, {}),
+        *((8, {"noise_range": part}) for part in PAIR),
+    ]
     parts = []
     for k, (size, record) in enumerate(kinds):
         parts.append(saved(folder / f"size {k}", flow_expert(k, record, sample_size=size)))

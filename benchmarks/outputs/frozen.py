@@ -35,7 +35,16 @@ AREAS = {
 }
 """Areas by the module that has a function for each."""
 MODULES = {area: module for module, areas in AREAS.items() for area in areas.split()}
-PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "scikit-learn", "peft", "pillow")
+PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "scikit-learn",
+    "peft",
+    "pillow",
+)
 """Packages whose versions can change the bits."""
 FAILED = "fails"
 """Name of the output of an area that ends with an error, which is its value."""
@@ -44,7 +53,9 @@ Found = dict[str, dict[str, Digest]]
 """Digests of outputs by area and name."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-Only = Annotated[list[str] | None, typer.Option(help=f"An area, of {', '.join(MODULES)}. Default: all.")]
+Only = Annotated[
+    list[str] | None, typer.Option(help=f"An area, of {', '.join(MODULES)}. Default: all.")
+]
 
 
 def environment() -> dict[str, Any]:
@@ -74,7 +85,9 @@ def compute(areas: list[str]) -> Found:
             begun = time.perf_counter()
             found[area] = _outputs_of(area, workshop)
             seconds = time.perf_counter() - begun
-            print(f"{area}: {len(found[area])} outputs, {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{area}: {len(found[area])} outputs, {seconds:.0f} s", file=sys.stderr, flush=True
+            )
     return found
 
 
@@ -152,9 +165,13 @@ def compare(file: Path, only: Only = None) -> None:
     here = environment()
     for name, value in content["environment"].items():
         if here.get(name) != value:
-            print(f"{name}: {value} in {file}, {here.get(name)} here; other bits may come from that")
+            print(
+                f"{name}: {value} in {file}, {here.get(name)} here; other bits may come from that"
+            )
     now = compute(areas)
-    before = {area: outputs for area, outputs in content["outputs"].items() if not only or area in only}
+    before = {
+        area: outputs for area, outputs in content["outputs"].items() if not only or area in only
+    }
     lines = differences(before, now)
     print("\n".join([*lines, f"{len(lines)} of {sum(map(len, now.values()))} outputs differ"]))
     sys.exit(1 if lines else 0)

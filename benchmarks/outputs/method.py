@@ -104,7 +104,9 @@ def _expert(k: int, seed: int, dtype: torch.dtype, **options: Any) -> hddm.Veloc
         schedule, kind, time_scale = hddm.schedules.LinearSchedule(), "flow_prediction", 1000.0
     else:
         network, time_scale = dit(seed, out_channels=4), 1.0
-        scheduler = diffusers.DDIMScheduler(**(SD_BETAS if k else {}), rescale_betas_zero_snr=k == 1)
+        scheduler = diffusers.DDIMScheduler(
+            **(SD_BETAS if k else {}), rescale_betas_zero_snr=k == 1
+        )
         schedule, kind = hddm.schedules.from_diffusers(scheduler), ("epsilon", "v_prediction")[k]
     return hddm.VelocityField(
         network.to(dtype),
@@ -172,7 +174,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "prior by sample": {"prior": torch.eye(3)[[2, 1, 0, 2]], "strategy": "draw"},
     "classes by name": {"class_labels": ["cat", "7", "dog", "dog"]},
     "no class": {"class_labels": None},
-    "another class to move away from": {"negative": {"class_labels": LABELS.flip(0)}, "guidance_scale": 2.0},
+    "another class to move away from": {
+        "negative": {"class_labels": LABELS.flip(0)},
+        "guidance_scale": 2.0,
+    },
 }
 
 
@@ -186,7 +191,9 @@ def sampling(workshop: Workshop) -> Outputs:
             del given["class_labels"]
         return hddm.sample(model, **given)
 
-    for strategy, solver, (name, guidance) in itertools.product(STRATEGIES, SOLVERS, GUIDANCE.items()):
+    for strategy, solver, (name, guidance) in itertools.product(
+        STRATEGIES, SOLVERS, GUIDANCE.items()
+    ):
         samples = sampled(strategy=strategy, solver=solver, guidance_scale=guidance)
         yield f"{strategy}/{solver}/{name}", samples
     for name, changes in CALLS.items():

@@ -19,7 +19,14 @@ from benchmarks.outputs.workshop import Workshop, command, noise
 from hddm.editing import Picture
 from tests.checkpoint_files import SD_BETAS, dit, pixart, text_unet
 from tests.component_files import texts_in, write_clip, write_t5, write_vae
-from tests.ensemble_files import flow_expert, saved, text_experts, write_ensemble, write_mixed, write_text
+from tests.ensemble_files import (
+    flow_expert,
+    saved,
+    text_experts,
+    write_ensemble,
+    write_mixed,
+    write_text,
+)
 from tests.pipelines import test_drop_in as stock_networks
 from tests.pipelines import test_prompts_of_pipelines as stock_prompts
 
@@ -71,9 +78,14 @@ def pictures(workshop: Workshop) -> Outputs:
         yield f"{name}/{strategy}/guided", labelled
     for (name, given), solver in itertools.product(begun.items(), ("euler", "heun")):
         yield f"{name}/{solver}", made(**given, solver=solver, strategy="full", batch_size=2)
-    for strategy, solver, scale in itertools.product(("draw", "full"), ("euler", "heun"), (1.0, 3.0)):
+    for strategy, solver, scale in itertools.product(
+        ("draw", "full"), ("euler", "heun"), (1.0, 3.0)
+    ):
         edit = {"edit_from": "a cat", "prompt": "a dog", "guidance_scale": scale, "strength": 0.8}
-        yield f"edit/{strategy}/{solver}/scale {scale:g}", made(**edit, strategy=strategy, solver=solver)
+        yield (
+            f"edit/{strategy}/{solver}/scale {scale:g}",
+            made(**edit, strategy=strategy, solver=solver),
+        )
     for strategy, output in itertools.product(("draw", "full"), ("pt", "pil")):
         given = {"mask_image": mask, "resampling_steps": 2, "batch_size": 3, "output_type": output}
         yield f"mask as {output}/{strategy}", made(**given, strategy=strategy)
@@ -105,7 +117,9 @@ def _pictures_of_latents(folder: Path) -> Outputs:
         "mask": {"image": _picture(width), "mask_image": _mask(height), "resampling_steps": 2},
     }
     for (name, given), strategy in itertools.product(begun.items(), STRATEGIES):
-        images = pipe(class_labels=[0, 3, 4], strategy=strategy, output_type="pt", **STEPS, **given).images
+        images = pipe(
+            class_labels=[0, 3, 4], strategy=strategy, output_type="pt", **STEPS, **given
+        ).images
         yield f"{name}/{strategy}", images
 
 
@@ -143,7 +157,9 @@ def _stable_diffusion(folder: Path, kind: str) -> diffusers.DiffusionPipeline:
     return diffusers.StableDiffusionPipeline(
         vae=write_vae(folder / "vae", factor=8, shift_factor=shift),
         unet=text_unet(**changes),
-        scheduler=diffusers.DDIMScheduler(**SD_BETAS, prediction_type=prediction, clip_sample=False),
+        scheduler=diffusers.DDIMScheduler(
+            **SD_BETAS, prediction_type=prediction, clip_sample=False
+        ),
         text_encoder=encoder,
         tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer"),
         safety_checker=None,
@@ -202,7 +218,10 @@ def _images_of_prompts(expert: Path, workshop: Workshop) -> Outputs:
             given["negative_prompt"] = "a dog"
         yield f"images/{solver}/scale {scale:g}", pipe(PROMPTS, **STEPS, **given).images
     old = _picture(pipe.image_size[1])
-    yield "images of a picture", pipe(PROMPTS, image=old, strength=0.5, output_type="pt", **STEPS).images
+    yield (
+        "images of a picture",
+        pipe(PROMPTS, image=old, strength=0.5, output_type="pt", **STEPS).images,
+    )
     edit = {"edit_from": "a cat", "image": old, "solver": "euler", "output_type": "pt"}
     yield "edited picture", pipe("a dog", **edit, **STEPS).images
     out = expert.with_name("sampled")
@@ -222,7 +241,9 @@ def _of_several_encoders(folder: Path) -> Outputs:
     for k, image in enumerate(pipe(PROMPTS * 2, guidance_scale=2.0, **STEPS).images):
         yield f"image {k}", torch.from_numpy(np.array(image))
     pipe.save_pretrained(folder / "saved")
-    yield from under("saved", files_of(folder / "saved", folder, kept=lambda path: len(path.parts) == 1))
+    yield from under(
+        "saved", files_of(folder / "saved", folder, kept=lambda path: len(path.parts) == 1)
+    )
 
 
 def _described(folder: Path, workshop: Workshop) -> Outputs:
@@ -286,7 +307,11 @@ def _images_of_dit(folder: Path) -> Tensor:
     pipe.save_pretrained(folder / "pipeline")
     hddm.convert(folder / "pipeline", folder / "expert")
     pipe.transformer = hddm.drop_in(hddm.load(folder / "expert"), pipe)
-    given: dict[str, Any] = {"class_labels": [3, 981], "guidance_scale": 3.0, "num_inference_steps": 4}
+    given: dict[str, Any] = {
+        "class_labels": [3, 981],
+        "guidance_scale": 3.0,
+        "num_inference_steps": 4,
+    }
     generator = torch.Generator().manual_seed(0)
     return torch.as_tensor(pipe(**given, generator=generator, output_type="pt").images)
 

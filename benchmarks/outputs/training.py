@@ -81,7 +81,9 @@ def data(workshop: Workshop) -> Outputs:
     by_class = {"classes": [["columns"], ["rows"]]}
     hddm.partition(images, folder / "by class", 2, **by_class)
     command("encode", folder / "by class", "--out", folder / "pixels", "--resolution", 8)
-    command("encode", _captioned(folder / "captioned"), "--out", folder / "latents", *_encoders(folder))
+    command(
+        "encode", _captioned(folder / "captioned"), "--out", folder / "latents", *_encoders(folder)
+    )
     for name in ("by content", "held out", "by class", "pixels", "latents"):
         files = files_of(folder / name, workshop.root, kept=lambda path: "images" not in path.parts)
         yield from under(name, files)
@@ -112,7 +114,9 @@ def training(workshop: Workshop) -> Outputs:
     file = folder / "scheduler_config.json"
     hddm.train(shard, folder / "schedule of a file", objective="ddpm", schedule=file, **SHORT)
     yield from of_expert("schedule of a file", folder / "schedule of a file", workshop)
-    command("encode", _captioned(folder / "images"), "--out", folder / "latents", *_encoders(folder))
+    command(
+        "encode", _captioned(folder / "images"), "--out", folder / "latents", *_encoders(folder)
+    )
     for objective in ("ddpm", "flow"):
         for name in ("class_conditional", "text_conditional"):
             out = folder / f"latents, {objective}, {name}"
@@ -147,14 +151,22 @@ def continuation(workshop: Workshop) -> Outputs:
     command("calibrate", ddpm, "--data", own_shard, "--out", folder / "calibrated on a shard")
     drawn = ("--num-images", 32, "--steps", 5)
     command("calibrate", ddpm, *drawn, "--out", folder / "calibrated on samples")
-    others = ("twice", "merged", "merged adapters", "calibrated on a shard", "calibrated on samples")
+    others = (
+        "twice",
+        "merged",
+        "merged adapters",
+        "calibrated on a shard",
+        "calibrated on samples",
+    )
     for name in (*made, *others):
         yield from of_expert(name, folder / name, workshop)
 
 
 def _of_diffusers(folder: Path, own: dict[str, Any], workshop: Workshop) -> Outputs:
     """Networks of diffusers that are trained on, as a whole and by an adapter."""
-    write_shard(folder / "images", noisy_images(16, 16, 16), [n % 2 for n in range(16)], ["a cat"] * 16)
+    write_shard(
+        folder / "images", noisy_images(16, 16, 16), [n % 2 for n in range(16)], ["a cat"] * 16
+    )
     command("encode", folder / "images", "--out", folder / "latents", *_encoders(folder))
     networks = {"DiT": dit(num_embeds_ada_norm=2), "UNet": text_unet()}
     for name, network in networks.items():
@@ -191,11 +203,21 @@ def students(workshop: Workshop) -> Outputs:
             settings |= {"trajectories": 64}
             init = ["--init", workshop.experts[1]]
             few.append(folder / name)
-        given = ("--data", workshop.shards, "--out", folder / name, *init, *workshop.config(settings))
+        given = (
+            "--data",
+            workshop.shards,
+            "--out",
+            folder / name,
+            *init,
+            *workshop.config(settings),
+        )
         command("distill", folder / "teacher", *given)
         yield from of_expert(name, folder / name, workshop)
         model = hddm.load(folder / name)
-        yield f"{name}/samples", hddm.sample(model, 4, seed=2, class_labels=torch.tensor([0, 1, 1, 0]))
+        yield (
+            f"{name}/samples",
+            hddm.sample(model, 4, seed=2, class_labels=torch.tensor([0, 1, 1, 0])),
+        )
         yield f"{name}/samples of three steps", hddm.sample(model, 4, seed=2, steps=3)
     shares = {"one step": 0.2, "two steps": 0.5, "four steps, guided": 0.3}
     hddm.assemble(few, folder / "ensemble", share=shares)

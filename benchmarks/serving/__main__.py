@@ -55,7 +55,9 @@ def write_experts(folder: Path, settings: Settings) -> Path:
     for k in range(EXPERTS):
         (one := folder / f"expert{k}").mkdir(parents=True)
         # Those of even numbers flow.
-        save_expert(one, random_expert(size, (3, settings.side, settings.side), 2, 2 * k, 2 * EXPERTS))
+        save_expert(
+            one, random_expert(size, (3, settings.side, settings.side), 2, 2 * k, 2 * EXPERTS)
+        )
         folders.append(one)
     assemble(folders, folder / "ensemble")
     return folder / "ensemble"
@@ -76,7 +78,9 @@ def serving(folder: Path, batch: int) -> Iterator[httpx.Client]:
                 if process.poll() is not None:
                     raise SystemExit(text)
             limits = httpx.Limits(max_connections=64)
-            with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=PATIENCE, limits=limits) as client:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{PORT}", timeout=PATIENCE, limits=limits
+            ) as client:
                 yield client
         finally:
             process.terminate()
@@ -93,7 +97,9 @@ def measure(settings: Settings) -> dict[str, Any]:
         def library(num: int, seed: int, threads: int, **options: Any) -> float:
             torch.set_num_threads(threads)
             began = time.perf_counter()
-            samples = hddm.sample(model, num, seed, settings.steps, batch_size=settings.batch, **options)
+            samples = hddm.sample(
+                model, num, seed, settings.steps, batch_size=settings.batch, **options
+            )
             for image in to_bytes(samples):
                 save_png(image, io.BytesIO())
             return time.perf_counter() - began
@@ -123,7 +129,8 @@ def measure(settings: Settings) -> dict[str, Any]:
                 for seed in range(1, settings.requests + 1)
             ]
             crowds = [
-                (crowd(seed), library(settings.images, seed, EXPERTS)) for seed in range(settings.repeats)
+                (crowd(seed), library(settings.images, seed, EXPERTS))
+                for seed in range(settings.repeats)
             ]
     return {
         "settings": asdict(settings),
@@ -170,7 +177,11 @@ def serving_benchmark(results: ResultsOption = RESULTS, quick: QuickOption = Fal
     from dataclasses import replace
 
     start = Start(results)
-    chosen = [replace(one, images=64, requests=2, repeats=1) for one in (TINY,)] if quick else [LARGE, TINY]
+    chosen = (
+        [replace(one, images=64, requests=2, repeats=1) for one in (TINY,)]
+        if quick
+        else [LARGE, TINY]
+    )
     found = [measure(one) for one in chosen]
     typer.echo(start.write("serving-cpu", lines(found), {"threads": 1, "rows": found}))
 

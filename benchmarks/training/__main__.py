@@ -32,7 +32,9 @@ def measure_training(
     settings = replace(settings, rounds=rounds or settings.rounds)
     threads = threads or os.cpu_count() or 1
     # The environment is the same for every way.
-    measured = {dtype: apart(threads, measure_times, settings, device, dtype, compiled) for dtype in dtypes}
+    measured = {
+        dtype: apart(threads, measure_times, settings, device, dtype, compiled) for dtype in dtypes
+    }
     times = {dtype: found for dtype, (found, _, _) in measured.items()}
     content = {
         **timed(settings, device, compiled, threads, times),
@@ -49,29 +51,41 @@ def training(
     dtype: DTypeOption = None,
     compile_networks: CompileOption = False,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Default 15.")] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: all cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Default: all cores.")
+    ] = None,
     quick: QuickOption = False,
     every_cell: Annotated[
-        bool, typer.Option("--table", help="Both widths, dtypes and numbers of threads, eager and compiled.")
+        bool,
+        typer.Option(
+            "--table", help="Both widths, dtypes and numbers of threads, eager and compiled."
+        ),
     ] = False,
     checklist: Annotated[
-        bool, typer.Option("--checklist", help="Check all that only a GPU can show; small on a CPU.")
+        bool,
+        typer.Option("--checklist", help="Check all that only a GPU can show; small on a CPU."),
     ] = False,
 ) -> None:
     """Time training steps: hddm's, and a plain loop around diffusers' DiT."""
     if checklist:
         if dtype or compile_networks or rounds:
             raise UsageError("--checklist has its own --dtype, --compile and --rounds; drop yours")
-        written, is_fine = measure_checklist(Start(results), device, threads or os.cpu_count() or 1, quick)
+        written, is_fine = measure_checklist(
+            Start(results), device, threads or os.cpu_count() or 1, quick
+        )
         typer.echo(written)
         raise typer.Exit(not is_fine)
     if every_cell:
         if dtype or compile_networks or threads or device != "cpu":
-            raise UsageError("--table has its own --dtype, --compile and --threads, on a CPU; drop yours")
+            raise UsageError(
+                "--table has its own --dtype, --compile and --threads, on a CPU; drop yours"
+            )
         typer.echo(measure_table(Start(results), rounds or 5, quick))
         return
     dtypes = [one.value for one in dtype or DType]
-    typer.echo(measure_training(Start(results), device, dtypes, compile_networks, rounds, threads, quick))
+    typer.echo(
+        measure_training(Start(results), device, dtypes, compile_networks, rounds, threads, quick)
+    )
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ class Found:
     is_fine: bool = True
 
 
-def measure_checklist(start: Start, device: str, threads: int, quick: bool = False) -> tuple[Path, bool]:
+def measure_checklist(
+    start: Start, device: str, threads: int, quick: bool = False
+) -> tuple[Path, bool]:
     """Run all checks; returns the Markdown file, and whether all ran and found what is promised.
 
     The file is written after each check: a run that is cut off leaves those that it has made.
@@ -124,12 +126,18 @@ def measure_checklist(start: Start, device: str, threads: int, quick: bool = Fal
                 first = next(iter(str(error).splitlines()), "")
                 outcome, lines, is_fine = "failed", [f"`{type(error).__name__}: {first}`"], False
             else:
-                outcome, lines, values = DONE if found.is_fine else BROKEN, found.lines, found.values
+                outcome, lines, values = (
+                    DONE if found.is_fine else BROKEN,
+                    found.lines,
+                    found.values,
+                )
                 is_fine &= found.is_fine
         told[name] = outcome, lines
         content["checks"][name] = {"outcome": outcome, "lines": list(lines), **values}
         print(f"{name}: {outcome}", flush=True)
-        written = start.write(name_of(sizes, device, False), _lines(told, means=sizes is LARGE), content)
+        written = start.write(
+            name_of(sizes, device, False), _lines(told, means=sizes is LARGE), content
+        )
     return written, is_fine
 
 
@@ -157,7 +165,10 @@ def _checks(sizes: Sizes, device: str) -> dict[str, Callable[[str], Found]]:
         IDLE: partial(idle, sizes.loop),
         HALF: partial(half_precision, sizes.loop),
         "offload": partial(offloading, sizes),
-        **{f"routed inference, {way}": partial(routed, sizes.ensemble, way == "compiled") for way in ways},
+        **{
+            f"routed inference, {way}": partial(routed, sizes.ensemble, way == "compiled")
+            for way in ways
+        },
         "resume": partial(resuming, sizes),
         "students of few steps": partial(students, sizes),
     }
@@ -187,7 +198,9 @@ def step_times(settings: Settings, device: str) -> Found:
     return Found(lines, {"seconds": seconds, "million_parameters": weights, "waited": waited})
 
 
-def _loop(settings: Settings, device: str, dtype: str = "bfloat16", compiled: bool = False) -> OwnLoop:
+def _loop(
+    settings: Settings, device: str, dtype: str = "bfloat16", compiled: bool = False
+) -> OwnLoop:
     return OwnLoop(expert(settings, "single"), settings, device, dtype, compiled)
 
 
@@ -197,7 +210,9 @@ def idle(settings: Settings, device: str) -> Found:
     profiler, wall = watched(loop, device, ProfilerActivity.CUDA)
     running = covered(traced(profiler, "kernel"))
     if not running:
-        raise RuntimeError("the profiler saw no kernel; it may lack the right to read the device's counters")
+        raise RuntimeError(
+            "the profiler saw no kernel; it may lack the right to read the device's counters"
+        )
     share = 1 - running / wall
     line = (
         f"- No kernel runs for {share:.1%} of {PROFILED} steps of {1000 * wall / PROFILED:.1f} ms; the "
@@ -227,7 +242,11 @@ def traced(profiler: profile, kind: str) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as place:
         profiler.export_chrome_trace(f"{place}/trace.json")
         events = json.loads(Path(place, "trace.json").read_text())["traceEvents"]
-    return [(one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in events if one.get("cat") == kind]
+    return [
+        (one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6)
+        for one in events
+        if one.get("cat") == kind
+    ]
 
 
 def covered(intervals: Sequence[tuple[float, float]]) -> float:
@@ -298,7 +317,10 @@ def routed(settings: models.Settings, compiled: bool, device: str) -> Found:
     taken = times.measure_times(settings, device, "bfloat16", compiled)
     ways = (times.SINGLE, times.TOP_1, times.TOP_2, times.FULL)
     milliseconds = {way: [1000 * one.seconds for one in taken[way]] for way in ways}
-    rows = [[way, spread(milliseconds[way], 2), spread(ratios(taken, way, times.SINGLE), 2)] for way in ways]
+    rows = [
+        [way, spread(milliseconds[way], 2), spread(ratios(taken, way, times.SINGLE), 2)]
+        for way in ways
+    ]
     lines = [
         f"{settings.experts} experts of width {settings.size.hidden_size}, batch {settings.batch}, bfloat16:",
         "",

@@ -25,7 +25,13 @@ class PlainLoop:
     """
 
     def __init__(
-        self, network: nn.Module, call: Call, settings: Settings, device: str, dtype: str, compiled: bool
+        self,
+        network: nn.Module,
+        call: Call,
+        settings: Settings,
+        device: str,
+        dtype: str,
+        compiled: bool,
     ) -> None:
         self.network, self._call, self._settings = awake(network).to(device).train(), call, settings
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
@@ -33,7 +39,9 @@ class PlainLoop:
             network.compile()
         self._parameters: list[Tensor] = [p for p in network.parameters() if p.requires_grad]
         self._averages = [p.detach().clone() for p in self._parameters]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True
+        )
         self._images, self._labels = images_and_labels(settings)
         self._draws = torch.Generator().manual_seed(1)
 
@@ -47,7 +55,9 @@ class PlainLoop:
         wide = t[:, None, None, None]
         self._optimizer.zero_grad(set_to_none=True)
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            output = self._call(self.network, (1 - wide) * images + wide * noise, TIME_SCALE * t, labels)
+            output = self._call(
+                self.network, (1 - wide) * images + wide * noise, TIME_SCALE * t, labels
+            )
             loss = F.mse_loss(output.float(), noise - images)
         loss.backward()
         nn.utils.clip_grad_norm_(self._parameters, MAX_NORM, foreach=True)
@@ -66,7 +76,9 @@ class PlainLoop:
 class OwnLoop:
     """`hddm.training.loop.fit` as `hddm train expert` calls it, without logs and checkpoints."""
 
-    def __init__(self, network: nn.Module, settings: Settings, device: str, dtype: str, compiled: bool):
+    def __init__(
+        self, network: nn.Module, settings: Settings, device: str, dtype: str, compiled: bool
+    ):
         self.network, self._settings = awake(network), settings
         self._images, self._labels = images_and_labels(settings)
         chosen = {"prediction": "flow_prediction", "time_sampling": "uniform"}
@@ -112,7 +124,9 @@ class OwnLoop:
 
     def _loss(self, network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         conditions = {"class_labels": inputs["class_labels"]}
-        return self._objective.errors(network, inputs["x_0"], inputs["eps"], inputs["t"], conditions)
+        return self._objective.errors(
+            network, inputs["x_0"], inputs["eps"], inputs["t"], conditions
+        )
 
 
 def images_and_labels(settings: Settings) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,9 @@ class Settings:
 
 CPU = Settings()
 """DiT-S/4 on images of CIFAR-10's size."""
-CUDA = Settings(hidden_size=768, num_heads=12, channels=4, patch=2, classes=1000, batch=128, steps=8)
+CUDA = Settings(
+    hidden_size=768, num_heads=12, channels=4, patch=2, classes=1000, batch=128, steps=8
+)
 """DiT-B/2 on the latents of ImageNet at 256 pixels."""
 QUICK = Settings(
     name="training-quick", hidden_size=32, depth=2, num_heads=2, side=8, batch=4, rounds=2, steps=1

@@ -37,7 +37,9 @@ def lines(settings: Settings, content: Mapping[str, Any], times: Mapping[str, Ti
 def wait_line(share: float) -> str:
     """Share of a step that hddm's loop waits for its inputs, and whether that is little enough."""
     aim = met(100 * share, MOST_WAIT, at_most=True)
-    return f"- {OWN} waits {share:.2%} of a step for its inputs; target at most {MOST_WAIT} %: {aim}."
+    return (
+        f"- {OWN} waits {share:.2%} of a step for its inputs; target at most {MOST_WAIT} %: {aim}."
+    )
 
 
 def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
@@ -91,13 +93,18 @@ def times_table(settings: Settings, sizes: Mapping[str, float], times: Times) ->
 def gain_line(times: Times, target: float | None) -> str:
     """Images a second of hddm's loop over those of diffusers' DiT, and whether they reach ``target``."""
     low, gain, high = quartiles(ratios(times, DIFFUSERS, OWN))
-    aim = "" if target is None else f"; target at least {target:g}: {met(gain, target, at_most=False)}"
+    aim = (
+        ""
+        if target is None
+        else f"; target at least {target:g}: {met(gain, target, at_most=False)}"
+    )
     return f"- {OWN} takes in {gain:.2f} [{low:.2f}, {high:.2f}] × the images per second of {DIFFUSERS}{aim}."
 
 
 def _verdicts(times: Times, target: float | None) -> list[str]:
     products, own = (
-        statistics.median(ratios(times, *both)) for both in ((PRODUCTS, DIFFUSERS), (OWN_PRODUCTS, OWN))
+        statistics.median(ratios(times, *both))
+        for both in ((PRODUCTS, DIFFUSERS), (OWN_PRODUCTS, OWN))
     )
     return [
         gain_line(times, target),

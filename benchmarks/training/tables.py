@@ -48,7 +48,10 @@ def measure_compiling(kind: str, way: str, settings: Settings, calls: int) -> Co
     marks: dict[int, list[float]] = {}
     noise = torch.Generator().manual_seed(0)
     for size in BATCHES:
-        x, times = torch.randn(size, *shape, generator=noise), torch.rand(size, generator=noise) * 1000
+        x, times = (
+            torch.randn(size, *shape, generator=noise),
+            torch.rand(size, generator=noise) * 1000,
+        )
         given = {name: value[:size] for name, value in conditions.items()}
         for _ in range(calls):
             began = time.perf_counter()
@@ -61,7 +64,9 @@ def measure_compiling(kind: str, way: str, settings: Settings, calls: int) -> Co
             marks.setdefault(size, []).append(time.perf_counter() - began)
     first, *later = marks[BATCHES[0]]
     counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return Compiled(first, later + [one for size in BATCHES[1:] for one in marks[size][1:]], counted)
+    return Compiled(
+        first, later + [one for size in BATCHES[1:] for one in marks[size][1:]], counted
+    )
 
 
 def _trained(settings: Settings) -> tuple[nn.Module, dict[str, Tensor], tuple[int, ...], bool]:
@@ -93,7 +98,9 @@ def _text_unet(settings: Settings) -> tuple[nn.Module, dict[str, Tensor], tuple[
     return network.eval(), {"encoder_hidden_states": text}, (4, settings.side, settings.side), False
 
 
-KINDS: Mapping[str, Callable[[Settings], tuple[nn.Module, dict[str, Tensor], tuple[int, ...], bool]]] = {
+KINDS: Mapping[
+    str, Callable[[Settings], tuple[nn.Module, dict[str, Tensor], tuple[int, ...], bool]]
+] = {
     "train an expert": _trained,
     "sample an expert": _sampled,
     "sample a UNet with text": _text_unet,
@@ -106,13 +113,26 @@ def compiling_table(found: Mapping[tuple[str, str], Compiled]) -> list[str]:
     for (kind, way), one in found.items():
         base = statistics.median(found[kind, EAGER].seconds)
         low, middle, high = (base / seconds for seconds in reversed(quartiles(one.seconds)))
-        rows.append([kind, way, f"{one.start:.1f}", f"{middle:.2f} [{low:.2f}, {high:.2f}]", str(one.graphs)])
+        rows.append(
+            [
+                kind,
+                way,
+                f"{one.start:.1f}",
+                f"{middle:.2f} [{low:.2f}, {high:.2f}]",
+                str(one.graphs),
+            ]
+        )
     lines = table(["", "compiled", "first call, s", "speed, × eager", "graphs"], rows)
     for kind in KINDS:
         whole, block = found[kind, WHOLE], found[kind, BLOCK]
         speed = statistics.median(whole.seconds) / statistics.median(block.seconds)
-        lines += ["", f"- {kind}: one block has {speed:.2f} × the speed of the whole network, after "]
-        lines[-1] += f"{block.start / whole.start:.2f} of its start (goals: at least 0.95, at most 0.33)."
+        lines += [
+            "",
+            f"- {kind}: one block has {speed:.2f} × the speed of the whole network, after ",
+        ]
+        lines[-1] += (
+            f"{block.start / whole.start:.2f} of its start (goals: at least 0.95, at most 0.33)."
+        )
     return lines
 
 
@@ -142,7 +162,9 @@ def measure_table(start: Start, rounds: int, quick: bool) -> Path:
         typer.echo(" | ".join(row), err=True)
     ways = itertools.product(KINDS, (EAGER, WHOLE, BLOCK))
     found = {
-        (kind, way): apart(os.cpu_count() or 1, measure_compiling, kind, way, base, 3 if quick else 8)
+        (kind, way): apart(
+            os.cpu_count() or 1, measure_compiling, kind, way, base, 3 if quick else 8
+        )
         for kind, way in ways
     }
     text = [

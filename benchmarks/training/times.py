@@ -12,7 +12,14 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.timing import Taken, Times, between, in_turn, now
 from benchmarks.training.loops import OwnLoop, PlainLoop
-from benchmarks.training.networks import Settings, call_dit, call_expert, diffusers_dit, expert, millions
+from benchmarks.training.networks import (
+    Settings,
+    call_dit,
+    call_expert,
+    diffusers_dit,
+    expert,
+    millions,
+)
 
 DIFFUSERS = "diffusers' DiT, plain loop"
 OWN = "hddm"
@@ -110,7 +117,9 @@ def ways_of(
         OWN_PRODUCTS: lambda: Products(plain(zero=False, compiled=False).step),
     }
     ways = {name: makers[name]() for name in names}
-    sizes = {name: millions(way.network) for name, way in ways.items() if not isinstance(way, Products)}
+    sizes = {
+        name: millions(way.network) for name, way in ways.items() if not isinstance(way, Products)
+    }
     return dict(ways), sizes
 
 

@@ -48,7 +48,9 @@ def hddm(
 
 GROUPS = ("data", "train")
 """Modules with several verbs, whose ``group`` holds them."""
-VERBS = "quickstart benchmark partition encode convert calibrate describe verify assemble merge distill"
+VERBS = (
+    "quickstart benchmark partition encode convert calibrate describe verify assemble merge distill"
+)
 VERBS += " sample play serve evaluate compare push inspect"
 """Modules with one verb, the function of the same name, in the order of the help."""
 
@@ -104,7 +106,9 @@ class _Line(logging.Formatter):
         return as_typed(text) if record.name.partition(".")[0] == "hddm" else text
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], *where: object, **more: object
+) -> None:
     # Deprecations of other libraries are for developers, who run the tests.
     if issubclass(category, UserWarning):
         say(f"hddm: warning: {message}", err=True)

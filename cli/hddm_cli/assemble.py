@@ -30,7 +30,9 @@ class EnsembleChange(Described):
 
 
 def assemble(
-    experts: Annotated[list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")],
+    experts: Annotated[
+        list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")
+    ],
     options: EnsembleChange,
     settings: AssemblySettings,
     overwrite: Overwrite = False,
@@ -74,7 +76,9 @@ def assemble(
         say(f"note: {note}")
     written = out or experts[0]
     ensemble = read_ensemble_record(written)
-    typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
+    typer.echo(
+        f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}"
+    )
     opened = experts_in(written, ensemble)
     parts, shares_of = parts_of(opened), []
     domains = dict.fromkeys(part.domain for part in parts)
@@ -83,7 +87,9 @@ def assemble(
     elif ensemble.strategy == "draw":
         typer.echo("draw: one expert makes each image from beginning to end, drawn by the shares")
         if ensemble.learned is not None:
-            typer.echo("the router is for other strategies, such as hddm sample --strategy commit-0.92")
+            typer.echo(
+                "the router is for other strategies, such as hddm sample --strategy commit-0.92"
+            )
     for first in domains:
         own = [k for k, part in enumerate(parts) if part.domain == first]
         total = sum(parts[k].weight for k in own) / sum(part.weight for part in parts)

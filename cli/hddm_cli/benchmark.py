@@ -81,7 +81,11 @@ def benchmark(
         return
     assert out is not None
     backend = None if options.ray is None else RayWorkers(options.ray)
-    where: dict[str, Any] = {"data": options.data, "jobs": options.jobs, "overwrite": options.overwrite}
+    where: dict[str, Any] = {
+        "data": options.data,
+        "jobs": options.jobs,
+        "overwrite": options.overwrite,
+    }
     results = run_benchmark(file, out, LINES, backend=backend, **where)
     typer.echo(tables_text(results))
     typer.echo(f"\nreport: {out / REPORT_FILE}\nfigures: {out / 'results.json'}")

@@ -16,10 +16,12 @@ def calibrate(
     expert: Annotated[Path, InputArgument(help="Expert folder; its calibration is replaced.")],
     settings: CalibrationSettings,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for a calibrated copy. Default: change the expert in place.")
+        Path | None,
+        typer.Option(help="Folder for a calibrated copy. Default: change the expert in place."),
     ] = None,
     data: Annotated[
-        Path | None, InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself.")
+        Path | None,
+        InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself."),
     ] = None,
 ) -> None:
     """Measure the statistics that an expert needs near pure noise.
@@ -30,7 +32,9 @@ def calibrate(
 
     with contextlib.nullcontext(expert) if out is None else _copied(expert, out) as folder:
         recalibrate(folder, data, settings=settings)
-    typer.echo(f"{out or expert}: calibrated on {data or f'{settings.num_images} samples of its own'}")
+    typer.echo(
+        f"{out or expert}: calibrated on {data or f'{settings.num_images} samples of its own'}"
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ def compare(
     ],
     varies: Annotated[
         list[str] | None,
-        typer.Option(metavar="SETTING", help="Sampling setting that differs on purpose, such as steps."),
+        typer.Option(
+            metavar="SETTING", help="Sampling setting that differs on purpose, such as steps."
+        ),
     ] = None,
 ) -> None:
     """Compare results side by side: better, worse or within noise.

@@ -42,7 +42,9 @@ def convert(
     """
     base, to_layout, dry_run = options.base, options.to_layout, options.dry_run
     if to_layout is not None or base is not None:
-        why = "--to-layout writes an expert as it is" if to_layout else "--base converts a LoRA file"
+        why = (
+            "--to-layout writes an expert as it is" if to_layout else "--base converts a LoRA file"
+        )
         taken = {"dry_run", "to_layout"} if to_layout else {"dry_run", "base", "licence"}
         if useless := sorted((settings.model_fields_set | options.model_fields_set) - taken):
             raise UsageError(f"--{useless[0].replace('_', '-')}: {why}; drop one of the two")
@@ -60,7 +62,9 @@ def convert(
             say(line)
         return
     # Of a folder that holds both kinds, safetensors are read.
-    pickles = [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")
+    pickles = (
+        [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")
+    )
     for file in [source] if source.is_file() and source.suffix != ".json" else pickles:
         refuse_pickle(file, settings.allow_pickle)
     from hddm.checkpoints.convert import convert as turn

@@ -9,11 +9,15 @@ from hddm.settings import SourceSettings
 from hddm.utils.errors import HddmError
 from hddm_cli.options import AsJson, InputArgument, Out, Seed, add
 
-group = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)
+group = typer.Typer(
+    help="Check images before training, or write example images.", no_args_is_help=True
+)
 
 
 def check(
-    path: Annotated[Path, InputArgument(help="Images (a folder, .tar or .parquet), a shard or a partition.")],
+    path: Annotated[
+        Path, InputArgument(help="Images (a folder, .tar or .parquet), a shard or a partition.")
+    ],
     settings: SourceSettings,
     as_json: AsJson = False,
 ) -> None:
@@ -116,7 +120,9 @@ def captions(
             lines.append(json.dumps({"file_name": f"{number:04d}.png", "text": text}) + "\n")
         (draft / "metadata.jsonl").write_text("".join(lines))
         vocabulary = {word: place for place, word in enumerate(words)}
-        tokenizer = getattr(transformers, CLIP_TOKENIZER)(vocab=vocabulary, merges=[], model_max_length=24)
+        tokenizer = getattr(transformers, CLIP_TOKENIZER)(
+            vocab=vocabulary, merges=[], model_max_length=24
+        )
         tokenizer.save_pretrained(draft / "tokenizer")
         torch.manual_seed(0)
         kind = getattr(transformers, CLIP)
@@ -133,7 +139,9 @@ def captions(
         )
         encoder = kind(config)
         for parameter in encoder.parameters():
-            parameter.data = parameter.data if parameter.ndim == 1 else 0.3 * torch.randn(parameter.shape)
+            parameter.data = (
+                parameter.data if parameter.ndim == 1 else 0.3 * torch.randn(parameter.shape)
+            )
         encoder.save_pretrained(draft / "text_encoder")
     typer.echo(f"{out}: {len(lines)} images with captions, text_encoder and tokenizer")
 

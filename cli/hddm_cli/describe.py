@@ -26,7 +26,8 @@ class Captions(Described):
 
 
 def describe(
-    expert: Annotated[Path, InputArgument(help="Expert folder; its topic is replaced.")], source: Captions
+    expert: Annotated[Path, InputArgument(help="Expert folder; its topic is replaced.")],
+    source: Captions,
 ) -> None:
     """Describe an expert by its captions, so that prompts find it.
 

@@ -12,13 +12,17 @@ from hddm_cli.train import refuse_unfinished
 
 def distill(
     ensemble: Annotated[Path, InputArgument(help="Ensemble folder to imitate.")],
-    data: Annotated[Path, InputOption(help="Partition folder, written by hddm partition or hddm encode.")],
+    data: Annotated[
+        Path, InputOption(help="Partition folder, written by hddm partition or hddm encode.")
+    ],
     out: Out,
     settings: DistillSettings,
     run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
     init: Annotated[
         Path | None,
-        InputOption(help="Flow expert to start from, such as one of the ensemble; it fixes the network."),
+        InputOption(
+            help="Flow expert to start from, such as one of the ensemble; it fixes the network."
+        ),
     ] = None,
     overwrite: Overwrite = False,
     config: Config = None,

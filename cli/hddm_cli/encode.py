@@ -10,7 +10,9 @@ from hddm_cli.options import InputArgument, Out, Overwrite
 
 
 def encode(
-    source: Annotated[Path, InputArgument(help="Shard folder of images, or the folder of all shards.")],
+    source: Annotated[
+        Path, InputArgument(help="Shard folder of images, or the folder of all shards.")
+    ],
     out: Out,
     settings: EncodingSettings,
     overwrite: Overwrite = False,
@@ -26,6 +28,8 @@ def encode(
     for folder, manifest in manifests.items():
         if manifest.encoding is not None:
             shape = "×".join(map(str, manifest.encoding.shape))
-            typer.echo(f"{folder}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}")
+            typer.echo(
+                f"{folder}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}"
+            )
         for skipped in manifest.skipped:
             typer.echo(f"  left out: {skipped.file}: {skipped.reason}")

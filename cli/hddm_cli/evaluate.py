@@ -16,7 +16,8 @@ def evaluate(
     reference: Annotated[Path, InputOption(help="Training images, or their partition folder.")],
     settings: EvaluationSettings,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON file for the result. Default: print a table.")
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON file for the result. Default: print a table."),
     ] = None,
     as_json: AsJson = False,
     overwrite: Overwrite = False,

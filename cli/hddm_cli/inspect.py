@@ -13,7 +13,9 @@ from hddm_cli.usage import say
 
 
 def inspect(
-    path: Annotated[Path, InputArgument(help="Folder or file written by hddm, images or a checkpoint.")],
+    path: Annotated[
+        Path, InputArgument(help="Folder or file written by hddm, images or a checkpoint.")
+    ],
     settings: Annotated[Reading, Without(("weights", "num_heads", "sample_size"))],
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +65,11 @@ def _line(name: str, value: Any) -> str | None:
         return (line or "none") if len(line) <= _LONGEST and all(one for _, one in pairs) else None
     if isinstance(value, list | tuple):
         return _list(name, value)
-    if isinstance(value, int) and not isinstance(value, bool) and name.startswith(("parameters", "images")):
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and name.startswith(("parameters", "images"))
+    ):
         return f"{value:,}"
     return _scalar(value)
 
@@ -78,7 +84,10 @@ def _list(name: str, values: Sequence[Any]) -> str | None:
         return " … ".join(shown)
     if any(len(one) > _LONGEST // 3 for one in shown) and len(shown) > 1:
         return None
-    return ", ".join([*shown[:_MOST_ITEMS], *([_rest(shown)] if len(shown) > _MOST_ITEMS else [])]) or "none"
+    return (
+        ", ".join([*shown[:_MOST_ITEMS], *([_rest(shown)] if len(shown) > _MOST_ITEMS else [])])
+        or "none"
+    )
 
 
 def _item(value: Any) -> str:

@@ -55,7 +55,10 @@ class Lines:
                     values[param.name] = param.process_value(context, given.get(param.name))
             made_of = getattr(command.callback, "made_of", None)
             records = {} if made_of is None else made_of(values, values.get("config"))
-        values = {param.name: values.get(param.name, param.get_default(context)) for param in command.params}
+        values = {
+            param.name: values.get(param.name, param.get_default(context))
+            for param in command.params
+        }
         for record in records.values():
             values |= dict(record)
         values = {name: value for name, value in values.items() if name not in _OWN}

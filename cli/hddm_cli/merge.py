@@ -11,12 +11,15 @@ from hddm_cli.usage import say
 
 
 def merge(
-    experts: Annotated[list[Path], InputArgument(help="Two or more expert folders of one architecture.")],
+    experts: Annotated[
+        list[Path], InputArgument(help="Two or more expert folders of one architecture.")
+    ],
     out: Out,
     weights: Annotated[
         str | None,
         typer.Option(
-            metavar="WEIGHT,WEIGHT,…", help="Weight of each expert; they sum to 1. Default: equal weights."
+            metavar="WEIGHT,WEIGHT,…",
+            help="Weight of each expert; they sum to 1. Default: equal weights.",
         ),
     ] = None,
     overwrite: Overwrite = False,

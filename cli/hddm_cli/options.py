@@ -62,12 +62,17 @@ InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of all random numbers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Model = Annotated[Path, InputArgument(help="Ensemble folder, expert folder or the Paris release.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", is_eager=True, help="Resume an interrupted run with the same options.")
+    bool,
+    typer.Option(
+        "--resume", is_eager=True, help="Resume an interrupted run with the same options."
+    ),
 ]
 Config = Annotated[
     Path | None, InputOption(help="YAML file of settings; options on the command line override it.")
@@ -97,11 +102,16 @@ def _option(name: str, field: Any) -> Any:
     spelled, arguments = name.replace("_", "-"), get_args(kind)
     names = [_SPELLED[name]] if name in _SPELLED else []
     if kind is bool and not names:
-        names = [f"--{spelled}/--no-{spelled}" if is_optional or default is True else f"--{spelled}"]
+        names = [
+            f"--{spelled}/--no-{spelled}" if is_optional or default is True else f"--{spelled}"
+        ]
     elif get_origin(kind) is Literal:
         kind = Literal[tuple(map(str, arguments))]
     elif get_origin(kind) is dict or arguments[1:] == (...,):
-        kind, default = types.GenericAlias(list, (str if is_read_from_text else arguments[0],)), None
+        kind, default = (
+            types.GenericAlias(list, (str if is_read_from_text else arguments[0],)),
+            None,
+        )
     elif is_read_from_text:
         kind = str
     shown = next((one for one in extras if isinstance(one, Shown)), Shown())
@@ -133,7 +143,9 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
     taken = {*IN_FILES_ALONE, *(one.name for one in named)}
     for record, *without in records.values():
         fields = {name: field for name, field in record.model_fields.items() if name not in without}
-        options |= {name: _option(name, field) for name, field in fields.items() if name not in taken}
+        options |= {
+            name: _option(name, field) for name, field in fields.items() if name not in taken
+        }
 
     def taking(context: typer.Context, **values: Any) -> None:
         requested = {name: value for name, value in values.items() if is_given(context, name)}
@@ -171,6 +183,8 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def add(group: typer.Typer, verb: Callable[..., None], name: str | None = None, hidden: bool = False) -> None:
+def add(
+    group: typer.Typer, verb: Callable[..., None], name: str | None = None, hidden: bool = False
+) -> None:
     """Add a verb to a group of commands, by default under the name of its function."""
     group.command(name or verb.__name__.replace("_", "-"), cls=Verb, hidden=hidden)(takes(verb))

@@ -13,11 +13,15 @@ from hddm_cli.options import InputArgument, Out, Overwrite
 def partition(
     images: Annotated[
         list[Path],
-        InputArgument(help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files."),
+        InputArgument(
+            help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files."
+        ),
     ],
     out: Out,
     settings: PartitionSettings,
-    shards: Annotated[int | None, typer.Option(min=1, metavar="NUMBER", help="Number of shards.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="Number of shards.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Split images into shards of similar content, or by class.
@@ -25,7 +29,9 @@ def partition(
     Several sources of images are taken together.
     """
     if (shards is None) == (not settings.classes):
-        raise UsageError("--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one")
+        raise UsageError(
+            "--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one"
+        )
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
@@ -43,7 +49,12 @@ def partition(
     options, number = settings.model_copy(update={"cache": kept}), shards or len(settings.classes)
     with Progress(None, "partition"):
         folders = divide(
-            images, out, number, options, overwrite=overwrite, replace_cache=overwrite and cache is None
+            images,
+            out,
+            number,
+            options,
+            overwrite=overwrite,
+            replace_cache=overwrite and cache is None,
         )
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     root = images[0] if len(images) == 1 else Path()
@@ -65,7 +76,9 @@ def partition(
         typer.echo(f"{copies}{kept_together}")
     sizes = {read_manifest(folder).size for folder in folders}
     if len(sizes) > 1 or None in sizes:
-        typer.echo(f"{out}: images of several sizes, and training takes one: {TO_ONE_SIZE}", err=True)
+        typer.echo(
+            f"{out}: images of several sizes, and training takes one: {TO_ONE_SIZE}", err=True
+        )
     typer.echo(f"{out / 'report.html'}: what they look like")
     if cache is None:
         again = f"kept for another partition of these images (--cache {kept})"

@@ -13,7 +13,9 @@ from hddm_cli.options import InputArgument, Model
 def play(
     ensemble: Model,
     settings: Computing,
-    after: Annotated[Path | None, InputArgument(help="Second model, to show both side by side.")] = None,
+    after: Annotated[
+        Path | None, InputArgument(help="Second model, to show both side by side.")
+    ] = None,
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, or the next free one.")
     ] = 7860,

@@ -26,7 +26,9 @@ class PushOptions(Described):
 
 
 def push(
-    ensemble: Annotated[Path, InputArgument(help="Ensemble folder; only files in its manifests are sent.")],
+    ensemble: Annotated[
+        Path, InputArgument(help="Ensemble folder; only files in its manifests are sent.")
+    ],
     name: Annotated[
         str, typer.Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")
     ],

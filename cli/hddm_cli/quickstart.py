@@ -12,13 +12,15 @@ from hddm_cli.options import Overwrite, refuse_other
 if TYPE_CHECKING:
     from hddm.benchmark.results import Results
 
-OTHERWISE = "These trainings did not come out as expected: see the shares of the digits in the table."
+OTHERWISE = (
+    "These trainings did not come out as expected: see the shares of the digits in the table."
+)
 
 
 def quickstart(
-    out: Annotated[Path, typer.Option(help="Output folder, or a quickstart's folder to continue.")] = Path(
-        "runs/quickstart"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Output folder, or a quickstart's folder to continue.")
+    ] = Path("runs/quickstart"),
     seeds: Annotated[
         int, typer.Option(min=1, metavar="NUMBER", help="Number of training runs per model.")
     ] = 1,
@@ -40,7 +42,9 @@ def quickstart(
     from hddm_cli.lines import LINES
 
     file = read_benchmark("quickstart", seeds=f"0-{seeds - 1}")
-    results = run_benchmark(file, out, LINES, overwrite=overwrite, shows_commands=True, headline=headline)
+    results = run_benchmark(
+        file, out, LINES, overwrite=overwrite, shows_commands=True, headline=headline
+    )
     typer.echo(f"\n{headline(results)}\n\n{tables_text(results)}\nreport: {out / REPORT_FILE}")
 
 

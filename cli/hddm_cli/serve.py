@@ -37,7 +37,9 @@ class Cluster(Described):
     """Port to listen on."""
     ray: str = "local"
     """Address of a Ray cluster, or local for this machine."""
-    num_replicas: Annotated[dict[str, Positive], BeforeValidator(_replicas), Shown("N|EXPERT=N")] = Field({})
+    num_replicas: Annotated[
+        dict[str, Positive], BeforeValidator(_replicas), Shown("N|EXPERT=N")
+    ] = Field({})
     """Workers of every expert, or of one. Default: 1."""
     resources: Annotated[
         dict[str, dict[Resource, Amount]], BeforeValidator(_resources), Shown("NAME=NUMBER,…")
@@ -59,9 +61,13 @@ def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
 
     def ready(names: Sequence[str]) -> None:
         shown = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
-        typer.echo(f"{ensemble}: {len(names)} experts ({', '.join(names)}) answer; Ctrl-C ends this")
+        typer.echo(
+            f"{ensemble}: {len(names)} experts ({', '.join(names)}) answer; Ctrl-C ends this"
+        )
         header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
-        typer.echo(f"  curl http://{shown}:{cluster.port}/v1/images/generations{header} -d '{{\"seed\": 7}}'")
+        typer.echo(
+            f"  curl http://{shown}:{cluster.port}/v1/images/generations{header} -d '{{\"seed\": 7}}'"
+        )
 
     placement = Placement(cluster.num_replicas, cluster.resources)
     run(ensemble, cluster.host, cluster.port, settings, placement, cluster.ray, ready)

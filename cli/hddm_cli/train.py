@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 group = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
 Init = Annotated[
-    Path | None, InputOption(help="Expert to continue from, with its network, prediction and schedule.")
+    Path | None,
+    InputOption(help="Expert to continue from, with its network, prediction and schedule."),
 ]
 ScheduleFile = Annotated[
-    Path | None, InputOption(help="Noise schedule (DDPM only): a diffusers scheduler file. Default: cosine.")
+    Path | None,
+    InputOption(help="Noise schedule (DDPM only): a diffusers scheduler file. Default: cosine."),
 ]
 
 
@@ -42,7 +44,9 @@ def refuse_unfinished(out: Path, run: RunOptions, overwrite: bool) -> None:
 
 
 def expert(
-    shard: Annotated[Path, InputArgument(help="Shard folder, written by hddm partition or hddm encode.")],
+    shard: Annotated[
+        Path, InputArgument(help="Shard folder, written by hddm partition or hddm encode.")
+    ],
     out: Out,
     settings: ExpertSettings,
     run: RunOptions,
@@ -66,7 +70,8 @@ def expert(
 
 def router(
     shards: Annotated[
-        list[Path], InputArgument(help="Partition folders, written by hddm partition or hddm encode.")
+        list[Path],
+        InputArgument(help="Partition folders, written by hddm partition or hddm encode."),
     ],
     out: Out,
     settings: RouterSettings,
@@ -114,9 +119,13 @@ class IslandOptions(Described):
 def train_all(
     shards: Annotated[
         Path,
-        InputOption(metavar="FOLDER", help="Partition folder, written by hddm partition or hddm encode."),
+        InputOption(
+            metavar="FOLDER", help="Partition folder, written by hddm partition or hddm encode."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")
+    ],
     settings: AllSettings,
     run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
     where: IslandOptions,
@@ -165,7 +174,9 @@ def _trained(islands: Sequence["Island"], where: IslandOptions) -> list["Outcome
     retries = where.retries
     backend = RayWorkers(where.ray, retries) if where.ray else Workers(where.parallel or 1, retries)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(Progress(None, f"train {counted(len(islands), 'expert')}", is_drawn=False))
+        stack.enter_context(
+            Progress(None, f"train {counted(len(islands), 'expert')}", is_drawn=False)
+        )
         bars: dict[int, TrainingProgress] = {}
 
         def on_step(index: int, step: int, loss: float, seconds: float) -> None:

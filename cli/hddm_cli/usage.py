@@ -50,7 +50,8 @@ _WORDS = {
     "LOW:HIGH": "noise_range",
 }
 TOPIC_OF, WORD_OF = (
-    {name: title for title, names in table.items() for name in names.split()} for table in (_TOPICS, _WORDS)
+    {name: title for title, names in table.items() for name in names.split()}
+    for table in (_TOPICS, _WORDS)
 )
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)(?:=True)?`")
 _FEW = 8
@@ -78,7 +79,10 @@ class Verb(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.params if one.param_type_name == "argument"]
-        return ["[OPTIONS]", *(_term(one) if one.required else f"[{_term(one)}]" for one in arguments)]
+        return [
+            "[OPTIONS]",
+            *(_term(one) if one.required else f"[{_term(one)}]" for one in arguments),
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         topics: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

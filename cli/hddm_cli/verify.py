@@ -32,7 +32,9 @@ class VerifySettings(Described):
 
 
 def verify(
-    expert: Annotated[Path, InputArgument(help="Expert folder, ensemble folder or a folder of experts.")],
+    expert: Annotated[
+        Path, InputArgument(help="Expert folder, ensemble folder or a folder of experts.")
+    ],
     settings: VerifySettings,
     as_json: AsJson = False,
 ) -> None:
@@ -50,10 +52,14 @@ def verify(
     verdicts = []
     for folder, shard in zip(experts, images, strict=True):
         with Progress(None, f"verify {folder}"):
-            verdicts.append(verify_expert(folder, shard, settings.seed, settings.base, settings.device))
+            verdicts.append(
+                verify_expert(folder, shard, settings.seed, settings.base, settings.device)
+            )
         if not as_json:
             hint = "; pass --data to measure the denoising error too" if is_one else ""
-            unjudged = "; it records no shard, so it was not tested on images" if shard is None else ""
+            unjudged = (
+                "; it records no shard, so it was not tested on images" if shard is None else ""
+            )
             _show_line(verdicts[-1], unjudged if data else hint)
             if is_one:
                 _show(verdicts[-1])
@@ -64,7 +70,9 @@ def verify(
     refused = [verdict for verdict in verdicts if not verdict.accepted]
     if refused or around:
         of = "" if is_one or not refused else f"{len(refused)} of {len(experts)} experts "
-        lines = [f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems]
+        lines = [
+            f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems
+        ]
         raise HddmError(f"{expert}: {of}failed", lines + around)
     if not (as_json or is_one):
         hint = "" if data else "; pass --data to measure the denoising error too"
@@ -95,18 +103,26 @@ def _images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
     there is none, `UsageError` is raised. Of several experts one that was converted gets None.
     """
-    below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
+    below = sorted(
+        p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists()
+    )
     if (data / MANIFEST).exists() or not below:
         return [data] * len(experts)
     from hddm.data.shard_records import LARGEST_MANIFEST
 
     records = {folder: read_json(folder / MANIFEST, LARGEST_MANIFEST) for folder in below}
-    shards = {str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()}
+    shards = {
+        str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()
+    }
     found: list[Path | None] = []
     for expert in experts:
         own = (read_json(expert / EXPERT_FILE).get("shard") or {}).get("hash")
         if own not in shards and (own is not None or len(experts) == 1):
-            origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
+            origin = (
+                "does not say what it was trained on"
+                if own is None
+                else f"is of shard {str(own)[:16]}…"
+            )
             text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
             raise UsageError(f"`data` {data}: {text}")
         found.append(None if own is None else shards[own])
@@ -125,7 +141,9 @@ def _show(verdict: "Verification") -> None:
         typer.echo(f"error of the velocity on {verdict.images} images:")
         typer.echo("     t  expert  Gaussian  v = 0")
         for level in (*found.levels, *found.late):
-            typer.echo(f"  {level.t:.2f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}")
+            typer.echo(
+                f"  {level.t:.2f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}"
+            )
         typer.echo(f"mean to {found.levels[-1].t:g}  {found.expert:.4f}  {found.gaussian:.4f}")
         typer.echo(f"less than the Gaussian's by {found.margin:.4f} ± {found.deviation:.4f}")
     typer.echo("SHA-256 of its files, as sha256sum -c checks them:")

@@ -58,7 +58,9 @@ def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
 
 
 @torch.no_grad()
-def forward_flop(function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor) -> int:
+def forward_flop(
+    function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor
+) -> int:
     """Count one call of a network or of a function like one."""
     with counting() as counter:
         function(x, t, **conditions)
@@ -80,7 +82,9 @@ class TrainingCost(NamedTuple):
     """Of one of the teacher's trajectories, which a student of few steps learns from."""
 
 
-def count_training(words: Sequence[str], run: RunCommand, is_of_few_steps: bool = False) -> TrainingCost:
+def count_training(
+    words: Sequence[str], run: RunCommand, is_of_few_steps: bool = False
+) -> TrainingCost:
     """Count a training step of a command line, which may be of a student of few steps."""
     trajectories = _TRAJECTORIES if is_of_few_steps else 0
     one, two = (_count_batch(words, run, size, trajectories) for size in (1, 2))
@@ -98,7 +102,9 @@ class _Counted(NamedTuple):
     """One step, forward, backward and update."""
 
 
-def _count_batch(words: Sequence[str], run: RunCommand, batch_size: int, trajectories: int) -> _Counted:
+def _count_batch(
+    words: Sequence[str], run: RunCommand, batch_size: int, trajectories: int
+) -> _Counted:
     totals: list[int] = []
 
     def hear(part: float) -> None:
@@ -163,7 +169,9 @@ def _shape_at(path: Path, contents: Contents) -> Any:
         manifest = read_manifest(path)
         encoding = manifest.encoding
         shape = None if encoding is None else encoding.shape
-        text = None if manifest.text_encoder is None else manifest.text_encoder.model_dump(mode="json")
+        text = (
+            None if manifest.text_encoder is None else manifest.text_encoder.model_dump(mode="json")
+        )
         return [manifest.channels, manifest.size, len(manifest.classes), shape, text]
     if (path / EXPERT_FILE).is_file():
         configs = [read_json(one) for one in sorted(path.rglob("config.json"))]

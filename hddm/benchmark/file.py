@@ -50,7 +50,9 @@ def parse_seeds(text: str) -> tuple[int, ...]:
             raise HddmError(f"{part.strip()!r} is not a seed; write 0-4 or 5,6")
         first, last = int(match[1]), int(match[2] or match[1])
         if last - first + 1 + len(found) > MOST_SEEDS:
-            raise HddmError(f"{part.strip()!r}: a benchmark has at most {MOST_SEEDS} seeds; name fewer")
+            raise HddmError(
+                f"{part.strip()!r}: a benchmark has at most {MOST_SEEDS} seeds; name fewer"
+            )
         found += range(first, last + 1)
     return tuple(found)
 
@@ -83,12 +85,16 @@ def _domains(domains: dict[str, str]) -> dict[str, str]:
     seen: dict[str, str] = {}
     for name, classes in domains.items():
         if "=" in name or name != name.strip():
-            raise ValueError(f"domain {name!r}: its name has no = and no space at its ends; rename it")
+            raise ValueError(
+                f"domain {name!r}: its name has no = and no space at its ends; rename it"
+            )
         for one in classes.split(","):
             if not one or one != one.strip():
                 raise ValueError(f"domain {name!r}: write its classes as 0,1,2, not {classes!r}")
             if one in seen:
-                raise ValueError(f"class {one!r} is in domain {name!r} and in {seen[one]!r}; name it once")
+                raise ValueError(
+                    f"class {one!r} is in domain {name!r} and in {seen[one]!r}; name it once"
+                )
             seen[one] = name
     return domains
 
@@ -198,7 +204,9 @@ class BenchmarkFile(Record):
         for name in self.steps:
             other = by_folder.setdefault(name.lower(), name)
             if other != name:
-                raise ValueError(f"steps {other!r} and {name!r} are one folder on some disks; rename one")
+                raise ValueError(
+                    f"steps {other!r} and {name!r} are one folder on some disks; rename one"
+                )
         sizes = [len(table.rows or self.rows) * table.variations for table in self.tables.values()]
         if sum(sizes) > MOST_ROWS:
             raise ValueError(
@@ -212,11 +220,17 @@ class BenchmarkFile(Record):
             ((*self.not_counted, *self.about), self.steps, "step"),
         ):
             if unknown := [name for name in names if name not in known]:
-                raise ValueError(f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}")
+                raise ValueError(
+                    f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}"
+                )
         if getattr(self.evaluate, self.scored_on) is None:
-            raise ValueError(f"evaluate.{self.scored_on}: is required; name the images that are scored on")
+            raise ValueError(
+                f"evaluate.{self.scored_on}: is required; name the images that are scored on"
+            )
         if twice := sorted(set(self.seeds) & set(self.confirmation_seeds)):
-            raise ValueError(f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one")
+            raise ValueError(
+                f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one"
+            )
         return self
 
 
@@ -248,21 +262,31 @@ def read_benchmark(
         path = _PRESETS / f"{which}.yaml"
     file = parse_record(read_yaml(path), BenchmarkFile, which)
     if unknown := [name for name in values or () if name not in file.values]:
-        raise UsageError(f"{which}: has no value {unknown[0]!r}; {choose(unknown[0], list(file.values))}")
+        raise UsageError(
+            f"{which}: has no value {unknown[0]!r}; {choose(unknown[0], list(file.values))}"
+        )
     changes: dict[str, Any] = {"values": file.values | dict(values or {})}
     if workers is not None:
         changes["workers"] = workers
     if held_out:
         if file.evaluate.held_out is None:
-            raise UsageError(f"`held_out`: {which} names no images as `evaluate.held_out`; add them there")
+            raise UsageError(
+                f"`held_out`: {which} names no images as `evaluate.held_out`; add them there"
+            )
         changes["split"] = "held_out"
-    is_confirmed = changes.get("split", file.scored_on) == "held_out" and file.evaluate.validation is not None
+    is_confirmed = (
+        changes.get("split", file.scored_on) == "held_out" and file.evaluate.validation is not None
+    )
     wanted = file.confirmation_seeds if is_confirmed else ()
     if seeds is not None:
         wanted = parse_seeds(seeds)
     reserved = file.seeds if is_confirmed else file.confirmation_seeds
     if taken := sorted(set(wanted or file.seeds) & set(reserved)):
-        why = "used to choose settings" if is_confirmed else "reserved for confirmation (confirmation_seeds)"
+        why = (
+            "used to choose settings"
+            if is_confirmed
+            else "reserved for confirmation (confirmation_seeds)"
+        )
         raise HddmError(f"seed {taken[0]} is {why}; use other `seeds`")
     if wanted:
         changes |= {"seeds": wanted, "confirmation_seeds": ()}

@@ -41,7 +41,9 @@ class Line:
 
     def without(self, names: Container[str]) -> "Line":
         """This line without what it gives the parameters ``names``."""
-        return Line(self.verb, {name: words for name, words in self.given.items() if name not in names})
+        return Line(
+            self.verb, {name: words for name, words in self.given.items() if name not in names}
+        )
 
     def placed(self, places: Mapping[str, str]) -> "Line":
         """This line with ``places`` for names."""

@@ -103,7 +103,9 @@ class SeedPlan:
                     # A network alone has one row for all strategies.
                     other = found.setdefault((title, made.name), made)
                     if other.samples.line != made.samples.line:
-                        raise HddmError(f"table {title!r} has two rows called {made.name!r}; rename one")
+                        raise HddmError(
+                            f"table {title!r} has two rows called {made.name!r}; rename one"
+                        )
         return list(found.values())
 
     @cached_property
@@ -130,7 +132,9 @@ class SeedPlan:
             with errors_as(HddmError, f"same {title!r}"):
                 for name in names:
                     if self.find(name).verb != "sample":
-                        raise HddmError(f"${name} is no step that samples; name two folders of samples")
+                        raise HddmError(
+                            f"${name} is no step that samples; name two folders of samples"
+                        )
 
     def find(self, name: str) -> Step:
         """The step called ``name``; raises `HddmError` if there is none."""
@@ -202,7 +206,9 @@ class SeedPlan:
         for domain, classes in measured.domains.items():
             words += ["--domain", f"{domain}={classes}"]
         line = self.lines.read(words)
-        further = self._options("evaluate.options", "evaluate", split(self._with_values(measured.options)))
+        further = self._options(
+            "evaluate.options", "evaluate", split(self._with_values(measured.options))
+        )
         for name in further.given:
             if name in line.given or name in ("held_out", "validation"):
                 raise HddmError(

@@ -58,7 +58,9 @@ Column = tuple[str, Callable[[Row], Cell]]
 
 def tables_text(results: Results) -> str:
     """All tables in Markdown, verdicts against the baselines, and what does not compare."""
-    return _rendered("tables.md.j2", results, tables=_tables(results, *results.tables), markdown=_markdown)
+    return _rendered(
+        "tables.md.j2", results, tables=_tables(results, *results.tables), markdown=_markdown
+    )
 
 
 def write_report(folder: Path, results: Results, headline: str | None = None) -> None:
@@ -79,7 +81,9 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
         measures=measures_table(results),
         rows=list(_pictured(folder, results)),
         costs=costs(results),
-        records={name: json.dumps(one, indent=2, ensure_ascii=False) for name, one in content.items()},
+        records={
+            name: json.dumps(one, indent=2, ensure_ascii=False) for name, one in content.items()
+        },
     )
     write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page, encoding="utf-8"))
 
@@ -90,11 +94,15 @@ def _rendered(name: str, results: Results, **values: Any) -> str:
     pages.filters["escaped"] = escaped
     limits = {"LEARNED": LEARNED, "RECOGNISED": RECOGNISED, "LEAST": LEAST, "PUBLISHED": PUBLISHED}
     signs = {"MARK": MARK, "number": number, "signed": _signed}
-    return pages.get_template(f"benchmark/{name}").render(results=results, **limits, **signs, **values)
+    return pages.get_template(f"benchmark/{name}").render(
+        results=results, **limits, **signs, **values
+    )
 
 
 def _markdown(table: CellTable) -> str:
-    return "\n".join(markdown_table(table.head, [[cell.text for cell in row] for row in table.rows]))
+    return "\n".join(
+        markdown_table(table.head, [[cell.text for cell in row] for row in table.rows])
+    )
 
 
 def _tables(results: Results, *names: str) -> list[CellTable]:
@@ -132,7 +140,9 @@ def domain_table(results: Results, name: str) -> CellTable:
         (f"to {results.images_of} images", results.decides),
         ("recall", f"splits.{results.split}.overlap.recall"),
     )
-    figures = [(f"{one}: {title}", f"domains.{one}.{path}") for one in domains for title, path in of_each]
+    figures = [
+        (f"{one}: {title}", f"domains.{one}.{path}") for one in domains for title, path in of_each
+    ]
     columns = _figures(results, [*figures, ("label accuracy", "label_accuracy")])
     rows = results.tables[name] if domains else ()
     return _table(f"{name}, by domain", rows, [("classes made", _classes_made), *columns])
@@ -210,7 +220,9 @@ def _flop(value: float | None) -> Cell:
 
 def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     """Sheets of real images and of each row of the first table, with what the first samples show."""
-    real = next(shlex.split(step.command)[2] for step in results.steps if step.name.endswith("scores/real"))
+    real = next(
+        shlex.split(step.command)[2] for step in results.steps if step.name.endswith("scores/real")
+    )
     # Images of the user may be named by a path from where the benchmark was started.
     named = folder / real if (folder / real).exists() else Path(real)
     places = named_shards(named, are_held_out=True) or [named]
@@ -246,7 +258,17 @@ def _sheet(paths: Sequence[Path]) -> str:
     return data_address(sheet.getvalue())
 
 
-_MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
+_MARKERS = {
+    "o": "●",
+    "^": "▲",
+    "s": "■",
+    "D": "◆",
+    "v": "▼",
+    "P": "✚",
+    "X": "✖",
+    "<": "◀",
+    ">": "▶",
+}
 
 
 def costs(results: Results) -> dict[str, Any]:
@@ -256,8 +278,12 @@ def costs(results: Results) -> dict[str, Any]:
     """
     rows = results.rows
     # They repeat where there are more names.
-    colours = dict(zip(dict.fromkeys(row.one.of for row in rows), itertools.cycle(COLOURS), strict=False))
-    markers = dict(zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False))
+    colours = dict(
+        zip(dict.fromkeys(row.one.of for row in rows), itertools.cycle(COLOURS), strict=False)
+    )
+    markers = dict(
+        zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False)
+    )
 
     def panel(number: int) -> str:
         canvas = figure(figsize=(4.0, 2.9), layout="constrained")
@@ -281,7 +307,8 @@ def costs(results: Results) -> dict[str, Any]:
         for axis in (axes.xaxis, axes.yaxis):
             plain_numbers(axis)
         alt = (
-            f"Fréchet distance against counted operations per image, of {number} images. Lower left is best."
+            f"Fréchet distance against counted operations per image, of {number} images. "
+            "Lower left is best."
         )
         return as_element(canvas, f"cost{number}", alt)
 

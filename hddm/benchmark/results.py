@@ -227,7 +227,10 @@ class Results(Record):
             found.setdefault(one.table, {}).setdefault(one.row, []).append(one)
         return {
             table: [
-                Row(tuple(each), tuple(model for model in self.models if model.model == each[0].model))
+                Row(
+                    tuple(each),
+                    tuple(model for model in self.models if model.model == each[0].model),
+                )
                 for each in rows.values()
             ]
             for table, rows in found.items()
@@ -332,7 +335,9 @@ def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
     elif failed:
-        why = "; ".join(f"{name}: did not learn, since {lacking}" for name, lacking in failed.items())
+        why = "; ".join(
+            f"{name}: did not learn, since {lacking}" for name, lacking in failed.items()
+        )
     elif fixed:
         why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
     elif (a := ours.one.evaluation.images) != (b := base.one.evaluation.images):
@@ -350,7 +355,9 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
     if not any(file.name == RESULTS_FILE and file.is_file() for file in files):
         return {"": read_groups(paths)}
     found = {file: {row.name: row for row in read_results(file.parent).first} for file in files}
-    shared = [name for name in next(iter(found.values())) if all(name in rows for rows in found.values())]
+    shared = [
+        name for name in next(iter(found.values())) if all(name in rows for rows in found.values())
+    ]
     if not shared:
         raise HddmError(
             "these benchmarks have no row of their first tables in common",
@@ -358,7 +365,9 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
         )
     return {
         name: [
-            ResultGroup(str(file.parent), tuple(replace(one, path=file) for one in rows[name].group.results))
+            ResultGroup(
+                str(file.parent), tuple(replace(one, path=file) for one in rows[name].group.results)
+            )
             for file, rows in found.items()
         ]
         for name in shared

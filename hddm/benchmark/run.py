@@ -50,7 +50,15 @@ from hddm.evaluation.images import Role, read_data
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, errors_as, shown
-from hddm.utils.files import alone, check_absent, is_empty, read_json, remove, write_json, write_whole
+from hddm.utils.files import (
+    alone,
+    check_absent,
+    is_empty,
+    read_json,
+    remove,
+    write_json,
+    write_whole,
+)
 from hddm.utils.processes import stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE, HashCache
@@ -105,7 +113,9 @@ def run_benchmark(
             return _run(file, plans, out, lines.run, shows_commands, headline, backend)
 
 
-def _plans(file: BenchmarkFile, work: Work, lines: CommandLine, data: Path | None) -> list[SeedPlan]:
+def _plans(
+    file: BenchmarkFile, work: Work, lines: CommandLine, data: Path | None
+) -> list[SeedPlan]:
     """Plans of all seeds, which are checked; paths may have the seed in them."""
     contents = Contents()
     plans = [SeedPlan(file, seed, work, lines, data, contents) for seed in file.seeds]
@@ -220,7 +230,12 @@ def _left(steps: Iterable[Step]) -> list[Step]:
 
 
 def _do_all(
-    plan: SeedPlan, out: Path, run: RunCommand, workers: Backend, progress: Progress, shows_commands: bool
+    plan: SeedPlan,
+    out: Path,
+    run: RunCommand,
+    workers: Backend,
+    progress: Progress,
+    shows_commands: bool,
 ) -> None:
     """Do the steps of a seed that are not done, then count their operations."""
     reported = Counter[str]()
@@ -262,16 +277,23 @@ def _do_all(
             uncounted[cost] = step
     # Units of what was expected to be counted, and shares the count of another step.
     progress.skip(COUNTING * max(0, expected - len(uncounted)))
-    calls = [call(_count, one, f"operations of {one.label}", units=COUNTING) for one in uncounted.values()]
+    calls = [
+        call(_count, one, f"operations of {one.label}", units=COUNTING)
+        for one in uncounted.values()
+    ]
     workers.run(calls, report, start, end)
 
 
 def _refuse_shared_images(plan: SeedPlan) -> None:
     """Refuse validation images that are held-out images too, as soon as both are there."""
     splits = plan.splits
-    if len(splits) < 2 or not all(one.is_done for step in splits.values() for one in step.inputs.values()):
+    if len(splits) < 2 or not all(
+        one.is_done for step in splits.values() for one in step.inputs.values()
+    ):
         return
-    part = plan.work.path("splits", hash_of([[name, step.identity] for name, step in splits.items()]))
+    part = plan.work.path(
+        "splits", hash_of([[name, step.identity] for name, step in splits.items()])
+    )
     if not plan.work.has(part):
         images: dict[Role, Path] = {}
         for name, step in splits.items():
@@ -316,7 +338,12 @@ def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
-    record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": printed.getvalue()}
+    record = {
+        "command": step.shown,
+        "seconds": seconds,
+        "machine": machine(),
+        "said": printed.getvalue(),
+    }
     step.work.finish(step.path, record, step.files)
     return seconds
 
@@ -339,7 +366,10 @@ def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> floa
 @contextlib.contextmanager
 def _started(step: Step, printed: io.StringIO) -> Iterator[None]:
     """Block in which a step runs: its errors have its name, and what it prints is kept."""
-    with errors_as(HddmError, f"step {step.name!r} ({step.shown})"), contextlib.redirect_stdout(printed):
+    with (
+        errors_as(HddmError, f"step {step.name!r} ({step.shown})"),
+        contextlib.redirect_stdout(printed),
+    ):
         yield
 
 
@@ -355,7 +385,9 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     steps = {step.label: step for plan in plans for step in plan.all}
     records = {step.identity: step.work.record(step.path) for step in steps.values()}
     models = {
-        (row.model.label, plan.seed): _model(plan, row.model, records) for plan in plans for row in plan.rows
+        (row.model.label, plan.seed): _model(plan, row.model, records)
+        for plan in plans
+        for row in plan.rows
     }
     results = Results(
         name=file.name,
@@ -375,7 +407,9 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         ),
         same=tuple(_same(title, pair, plans) for title, pair in file.same.items()),
         steps=tuple(
-            StepRecord(name=step.label, command=step.shown, seconds=records[step.identity]["seconds"])
+            StepRecord(
+                name=step.label, command=step.shown, seconds=records[step.identity]["seconds"]
+            )
             for step in steps.values()
         ),
         comparisons=(),
@@ -387,7 +421,9 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
 def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]]) -> ModelResult:
     """What the training of a model took, without the steps that were there before."""
     earlier = [plan.steps[name] for name in plan.file.not_counted]
-    before = {one.identity for each in earlier if each.identity != step.identity for one in each.upstream}
+    before = {
+        one.identity for each in earlier if each.identity != step.identity for one in each.upstream
+    }
     # Of a model without a verb, such as an expert within a step's ensemble, nothing is known.
     upstream = step.upstream if step.verb else []
     # Steps of several names ran once.
@@ -454,8 +490,12 @@ def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> Same
     return SameImages(title=title, images=images, equal=equal)
 
 
+def _write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"))
+
+
 def _write(out: Path, results: Results, headline: Callable[[Results], str] | None) -> None:
     texts = {RESULTS_FILE: results.model_dump_json(indent=1), "tables.md": tables_text(results)}
     for name, text in texts.items():
-        write_whole(out / name, lambda draft, text=text: draft.write_text(f"{text}\n", encoding="utf-8"))  # type: ignore[misc]
+        _write_text(out / name, text)
     write_report(out, results, None if headline is None else headline(results))

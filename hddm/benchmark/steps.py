@@ -60,7 +60,17 @@ STEP_KINDS = {
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(
-    {"device", "threads", "checkpoint_every", "keep", "log_every", "offload", "max_memory", "cache", "wandb"}
+    {
+        "device",
+        "threads",
+        "checkpoint_every",
+        "keep",
+        "log_every",
+        "offload",
+        "max_memory",
+        "cache",
+        "wandb",
+    }
     | {"parallel", "ray", "retries", "allow_config_change"}
     # What it says is in the values of other parameters.
     | {"config"}
@@ -122,7 +132,9 @@ class Contents:
 def _content_of(path: Path) -> str:
     if path.is_file():
         return sha256_of(path)
-    return hash_of([[name, None if file is None else sha256_of(file)] for name, file in _files_in(path)])
+    return hash_of(
+        [[name, None if file is None else sha256_of(file)] for name, file in _files_in(path)]
+    )
 
 
 def _files_in(path: Path) -> list[tuple[str, Path | None]]:
@@ -282,7 +294,9 @@ class Step:
     @property
     def result(self) -> Path:
         """What it writes."""
-        return self.path.with_name(self.path.name + SCORES) if self.verb == "evaluate" else self.path
+        return (
+            self.path.with_name(self.path.name + SCORES) if self.verb == "evaluate" else self.path
+        )
 
     @property
     def written(self) -> dict[str, Path]:
@@ -341,7 +355,9 @@ class Step:
     @property
     def links(self) -> dict[str, str]:
         """Paths of links of its own to its inputs, by name."""
-        return {name: str(self.work.folder / INPUTS / self.path.name / name) for name in self.inputs}
+        return {
+            name: str(self.work.folder / INPUTS / self.path.name / name) for name in self.inputs
+        }
 
     def link_inputs(self) -> None:
         """Make the links to its inputs, which carry their names, beside all jobs."""

@@ -33,7 +33,14 @@ from hddm.condition_names import TEXT
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.expert import Expert, field_of
-from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FORMAT, ExpertRecord, read_nulls, write_records
+from hddm.experts.records import (
+    EXPERT_FILE,
+    EXTRAS_FILE,
+    FORMAT,
+    ExpertRecord,
+    read_nulls,
+    write_records,
+)
 from hddm.experts.shard_images import check_fit
 from hddm.experts.verify import warn_of_misreading
 from hddm.networks.folders import WEIGHTS, fill, open_network
@@ -126,7 +133,9 @@ def convert(
         report("verify: skipped")
     else:
         difference, limit = verified.difference, LARGEST_DIFFERENCE
-        report(f"verify: outputs differ from the source's by at most {difference:.1e} (limit {limit:.0e})")
+        report(
+            f"verify: outputs differ from the source's by at most {difference:.1e} (limit {limit:.0e})"
+        )
         report(f"verify: velocity against the exact formula, relative error: {verified.errors}")
     if shard is not None:
         with Progress(None, "try it on images"):
@@ -151,7 +160,9 @@ def write(
             write_network(draft, plan.built)
         origin = plan.record.source
         assert origin is not None
-        origin = origin.model_copy(update={"files": {name: one.result() for name, one in hashes.items()}})
+        origin = origin.model_copy(
+            update={"files": {name: one.result() for name, one in hashes.items()}}
+        )
         # Loading refuses NaN and values that no fit gives.
         if plan.source.record is not None and Calibration.load(plan.source.path) is not None:
             shutil.copyfile(plan.source.path / CALIBRATION, draft / CALIBRATION)
@@ -181,7 +192,9 @@ def write_network(folder: Path, built: Built) -> None:
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
     source, network = plan.source, plan.source.class_name
     try:
-        found = _compare(plan, source.forward() if source.forward else _class_forward(source), draft)
+        found = _compare(
+            plan, source.forward() if source.forward else _class_forward(source), draft
+        )
     except HddmError:
         raise
     except Exception as error:
@@ -189,7 +202,9 @@ def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
         text = f"its {network} does not run ({type(error).__name__}: {one_line(error)})"
         remedy = "correct its config"
         if source.path.is_file():
-            remedy = "its tensors do not belong together, or `num_heads` or `sample_size` is not its own"
+            remedy = (
+                "its tensors do not belong together, or `num_heads` or `sample_size` is not its own"
+            )
         raise HddmError(f"{source.path}: {text}; {remedy}") from error
     # A comparison with NaN is false.
     is_close = all(error <= LARGEST_VELOCITY_ERROR for error in found.velocity_errors.values())
@@ -238,7 +253,9 @@ class _InFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        return func(*map(_cast, args), **{key: _cast(value) for key, value in (kwargs or {}).items()})
+        return func(
+            *map(_cast, args), **{key: _cast(value) for key, value in (kwargs or {}).items()}
+        )
 
 
 def _cast(value: Any) -> Any:
@@ -288,7 +305,9 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
             own: dict[str, Any] = {}
             for name, one in conditions.items():
                 own[name] = torch.cat([one] * len(rows))
-            known_there = {name: one for name, one in own.items() if name != TEXT or not is_text_added}
+            known_there = {
+                name: one for name, one in own.items() if name != TEXT or not is_text_added
+            }
             now = torch.tensor(levels.times, dtype=torch.float64)[rows]
             found.append(written.velocity(levels.x[rows], now, **own))
             wanted.append(source(levels.y[rows], levels.timesteps[rows], known_there))
@@ -304,11 +323,15 @@ def _examples(plan: ConversionPlan, config: Mapping[str, Any]) -> dict[str, Tens
     conditions = {}
     for name in plan.interface.conditions:
         if name not in OPTIONAL_CONDITIONS:
-            conditions[name] = plan.source.family.example(name, config, plan.interface.num_classes, noise)
+            conditions[name] = plan.source.family.example(
+                name, config, plan.interface.num_classes, noise
+            )
     return conditions
 
 
-def _compared_shape(plan: ConversionPlan, written: VelocityField, config: Mapping[str, Any]) -> list[int]:
+def _compared_shape(
+    plan: ConversionPlan, written: VelocityField, config: Mapping[str, Any]
+) -> list[int]:
     """Shape (C, H, W) of the states that are compared."""
     assert written.sample_shape is not None
     channels, height, width = written.sample_shape

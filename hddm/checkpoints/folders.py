@@ -11,12 +11,34 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.single_files import FILE_LAYOUTS
-from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
+from hddm.checkpoints.sources import (
+    Checkpoint,
+    Declared,
+    KeyTable,
+    Weights,
+    WeightSet,
+    choose_set,
+    same,
+)
 from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.expert import without_adapter
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
-from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, read_nulls, remedy
-from hddm.networks.components import MODEL_INDEX, STEM, read_config, read_file, read_index, weights_of_variant
+from hddm.experts.records import (
+    EXPERT_FILE,
+    EXTRAS_FILE,
+    FILES,
+    read_expert_record,
+    read_nulls,
+    remedy,
+)
+from hddm.networks.components import (
+    MODEL_INDEX,
+    STEM,
+    read_config,
+    read_file,
+    read_index,
+    weights_of_variant,
+)
 from hddm.networks.encoders import VAES as VAE_KINDS
 from hddm.networks.families import Family, known_family, layouts
 from hddm.networks.folders import (
@@ -75,7 +97,9 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     index = _index(folder)
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
-        raise HddmError(f"{folder / MODEL_INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
+        raise HddmError(
+            f"{folder / MODEL_INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}"
+        )
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
         is_foreign = not _is_there(entry) or entry[0] != "diffusers"
@@ -101,7 +125,9 @@ def _index(folder: Path) -> dict[str, Any]:
     index = read_config(folder, MODEL_INDEX) if (folder / MODEL_INDEX).is_file() else {}
     name = one_line(index.get("_class_name"), 60)
     if task := next((one for one, names in _OTHER_TASKS.items() if re.search(names, name)), None):
-        raise HddmError(f"{folder / MODEL_INDEX}: {name} {task}; hddm makes pictures from text or a class")
+        raise HddmError(
+            f"{folder / MODEL_INDEX}: {name} {task}; hddm makes pictures from text or a class"
+        )
     return index
 
 
@@ -109,24 +135,32 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
     path, index = folder / "config.json", _index(above)
-    kind, arguments = parse_config(read_config(folder), of_families(folder_layouts().values()), str(path))
+    kind, arguments = parse_config(
+        read_config(folder), of_families(folder_layouts().values()), str(path)
+    )
     family = known_family(kind)
     side, stated = reading.sample_size, arguments.get("sample_size")
     if family.states_size and side is not None and stated != [side, side]:
         if stated not in (None, side):
-            raise HddmError(f"`sample_size` {side}: {path} says sample_size {stated!r}; drop the option")
+            raise HddmError(
+                f"`sample_size` {side}: {path} says sample_size {stated!r}; drop the option"
+            )
         arguments["sample_size"] = side
     sets = _weight_files(folder, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
     refuse_quantised(weights, files[0])
     scheduler = _scheduler(folder, above)
-    scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
+    scale, is_latent, notes = _latents(
+        above, any(_is_there(index.get(one)) for one in VAES), arguments
+    )
     place, more = _vae_folder(above), list[str]()
     # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
     vae = None if place is None else identify_vae(place, reading.variant)
     if isinstance(vae, UnreadVae):
-        more.append(f"its VAE is an {vae}, so it makes no pictures by itself, and another VAE is refused")
+        more.append(
+            f"its VAE is an {vae}, so it makes no pictures by itself, and another VAE is refused"
+        )
     header = read_headers(files)
     licence = _licence_of_card(above) or header.licence or family.licence(arguments)
     if header.licence not in (None, licence):
@@ -157,7 +191,10 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         licence=licence,
         vae=vae,
         text=text,
-        components={**({"vae": place} if place and isinstance(vae, VaeRecord) else {}), **text.components},
+        components={
+            **({"vae": place} if place and isinstance(vae, VaeRecord) else {}),
+            **text.components,
+        },
         variant=reading.variant,
     )
 
@@ -235,7 +272,12 @@ def _is_there(entry: object) -> TypeGuard[list[Any]]:
 def _scheduler(folder: Path, above: Path) -> Path | None:
     """The scheduler config beside the weights, or in the pipeline that contains them."""
     nested = f"scheduler/{SCHEDULER_FILE}"
-    for root, name in ((folder, SCHEDULER_FILE), (folder, nested), (above, nested), (above, SCHEDULER_FILE)):
+    for root, name in (
+        (folder, SCHEDULER_FILE),
+        (folder, nested),
+        (above, nested),
+        (above, SCHEDULER_FILE),
+    ):
         if (root / name).exists() or (root / name).is_symlink():
             inside(root, name)
             return root / name
@@ -262,7 +304,9 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
     found, raw = _find(folder, variant), _find(folder, "non_ema")
     if found is None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        variants = {match[1] or match[2] for match in map(_WEIGHTS.fullmatch, names) if match} - {None}
+        variants = {match[1] or match[2] for match in map(_WEIGHTS.fullmatch, names) if match} - {
+            None
+        }
         wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
         hint = f"; there are variants: pass `variant` {' or '.join(sorted(variants))}"
         raise HddmError(f"{folder}: no {wanted}{hint if variants else did_you_mean(wanted, names)}")
@@ -277,14 +321,18 @@ def _find(folder: Path, variant: str | None) -> str | None:
     return next(filter(None, found), None)
 
 
-def _read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[dict[str, Tensor], list[Path]]:
+def _read_weights(
+    folder: Path, name: str, allow_pickle: bool
+) -> tuple[dict[str, Tensor], list[Path]]:
     """Tensors of one file or of an index's shards, and the files read."""
     # The link's own name is checked; an index is opened under its own, beside its shards.
     resolved = inside(folder, name)
     if name.endswith(".json"):
         return read_index(folder / name, allow_pickle)
     content = read_file(resolved, allow_pickle)
-    return {key: value for key, value in content.items() if hasattr(value, "shape")}, [folder / name]
+    return {key: value for key, value in content.items() if hasattr(value, "shape")}, [
+        folder / name
+    ]
 
 
 def _latents(

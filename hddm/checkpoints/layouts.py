@@ -79,7 +79,9 @@ class Modules:
         """``value`` (…, in) through the linear layer ``name``."""
         return F.linear(value, *self.both(name))
 
-    def perceptron(self, value: Tensor, first: str, second: str, act: Callable[[Tensor], Tensor]) -> Tensor:
+    def perceptron(
+        self, value: Tensor, first: str, second: str, act: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Two linear layers with ``act`` between."""
         return self.affine(act(self.affine(value, first)), second)
 
@@ -106,7 +108,9 @@ LINEAR_BETAS = {
     "beta_end": 0.02,
     "prediction_type": "epsilon",
 }
-_SIT = "SiT files look the same but predict a velocity: this file is read as DiT, which predicts noise"
+_SIT = (
+    "SiT files look the same but predict a velocity: this file is read as DiT, which predicts noise"
+)
 _SIGMA_TOKENS = 300
 _SCALES = (1.0, 2.0, 0.5, 4.0)
 _EXTRA = {"csize_embedder": "resolution_embedder", "ar_embedder": "aspect_ratio_embedder"}
@@ -237,7 +241,9 @@ def _pixart_table(names: Iterable[str], config: Mapping[str, Any], origin: str) 
             *module(f"{theirs}.attn.qkv", [f"{ours}.attn1.to_{letter}" for letter in "qkv"]),
             *module(f"{theirs}.attn.proj", f"{ours}.attn1.to_out.0"),
             *module(f"{theirs}.cross_attn.q_linear", f"{ours}.attn2.to_q"),
-            *module(f"{theirs}.cross_attn.kv_linear", [f"{ours}.attn2.to_{letter}" for letter in "kv"]),
+            *module(
+                f"{theirs}.cross_attn.kv_linear", [f"{ours}.attn2.to_{letter}" for letter in "kv"]
+            ),
             *module(f"{theirs}.cross_attn.proj", f"{ours}.attn2.to_out.0"),
             *module(f"{theirs}.mlp.fc1", f"{ours}.ff.net.0.proj"),
             *module(f"{theirs}.mlp.fc2", f"{ours}.ff.net.2"),
@@ -257,7 +263,12 @@ class _Dit(Modules):
         return self.perceptron(self.waves(values, 256), f"{name}.mlp.0", f"{name}.mlp.2", F.silu)
 
     def block(
-        self, h: Tensor, name: str, modulation: tuple[Tensor, ...], heads: int, text: Tensor | None = None
+        self,
+        h: Tensor,
+        name: str,
+        modulation: tuple[Tensor, ...],
+        heads: int,
+        text: Tensor | None = None,
     ) -> Tensor:
         """Self-attention, cross-attention to ``text`` and a perceptron, with six modulation vectors."""
         q, k, v = self.affine(_norm(h, *modulation[:2]), f"{name}.attn.qkv").chunk(3, -1)
@@ -271,9 +282,14 @@ class _Dit(Modules):
 
     def output(self, h: Tensor, shift: Tensor, scale: Tensor, patch: int) -> Tensor:
         """Tokens to (batch, C, S, S); channels are last in a patch."""
-        rows, side = self.affine(_norm(h, shift, scale), "final_layer.linear"), math.isqrt(h.shape[1])
+        rows, side = (
+            self.affine(_norm(h, shift, scale), "final_layer.linear"),
+            math.isqrt(h.shape[1]),
+        )
         grid = rows.view(len(rows), side, side, patch, patch, -1)
-        return torch.einsum("nhwpqc->nchpwq", grid).reshape(len(rows), -1, side * patch, side * patch)
+        return torch.einsum("nhwpqc->nchpwq", grid).reshape(
+            len(rows), -1, side * patch, side * patch
+        )
 
 
 def _norm(value: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -316,7 +332,9 @@ def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
         if config["use_additional_conditions"]:
             sizes = conditions["resolution"].flatten(), conditions["aspect_ratio"].flatten()
             pairs = zip(_EXTRA, sizes, strict=True)
-            c = c + torch.cat([own.times(values, name).view(len(x), -1) for name, values in pairs], 1)
+            c = c + torch.cat(
+                [own.times(values, name).view(len(x), -1) for name, values in pairs], 1
+            )
         shared = own.affine(F.silu(c), "t_block.1").unflatten(-1, (6, -1))
         given = conditions["encoder_hidden_states"].to(x.dtype)
         text = own.perceptron(given, "y_embedder.y_proj.fc1", "y_embedder.y_proj.fc2", _gelu)

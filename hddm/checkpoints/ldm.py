@@ -70,7 +70,9 @@ def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tens
     return {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
 
 
-def _declared(content: Weights, config: Mapping[str, Any], reading: Reading, origin: str) -> Declared:
+def _declared(
+    content: Weights, config: Mapping[str, Any], reading: Reading, origin: str
+) -> Declared:
     """Betas, latent scale and the marker of v prediction, which the file holds as buffers.
 
     Trainers leave ``ztsnr`` in files trained down to zero signal, often beside the original betas; these are
@@ -86,7 +88,9 @@ def _declared(content: Weights, config: Mapping[str, Any], reading: Reading, ori
     if others:
         notes.append(f"{others} tensors of its VAE and text encoder are left alone")
     if reading.sample_size is None:
-        notes.append(f"samples of side {config['sample_size']} are assumed; `sample_size` changes that")
+        notes.append(
+            f"samples of side {config['sample_size']} are assumed; `sample_size` changes that"
+        )
     schedule, place = None, "the betas in the file"
     if "betas" in content and content["betas"].numel():
         betas = content["betas"].double().flatten()
@@ -124,11 +128,16 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
     if len({len(level) for level in levels}) > 1 or prefix is None:
         sizes = [len(level) for level in levels]
         attends = "no attention" if prefix is None else "attention"
-        raise HddmError(f"{origin}: is no Stable Diffusion UNet: levels of {sizes} layers, {attends} to text")
+        raise HddmError(
+            f"{origin}: is no Stable Diffusion UNet: levels of {sizes} layers, {attends} to text"
+        )
     channels = [
-        shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
+        shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0]
+        for level in levels
     ]
-    depths = [count_blocks(unet, f"input_blocks.{level[0]}.1.transformer_blocks") for level in levels]
+    depths = [
+        count_blocks(unet, f"input_blocks.{level[0]}.1.transformer_blocks") for level in levels
+    ]
     middle = count_blocks(unet, "middle_block.1.transformer_blocks")
     context = shape_of(unet, f"{prefix}.transformer_blocks.0.attn2.to_k.weight", 2, origin)[1]
     is_linear = unet[f"{prefix}.proj_in.weight"].ndim == 2
@@ -166,21 +175,28 @@ def unet_heads(
     if number is not None:
         odd = [width for width in channels if number < 1 or width % number]
         if odd:
-            raise HddmError(f"`num_heads` {number}: a width of {odd[0]} in {origin} does not divide by it")
+            raise HddmError(
+                f"`num_heads` {number}: a width of {odd[0]} in {origin} does not divide by it"
+            )
         return number
     found = _HEADS.get((tuple(channels), context, is_linear))
     if found is None:
-        text = f"widths {channels} with text of width {context} do not match Stable Diffusion 1, 2 or XL, and"
-        remedy = (
-            "no tensor shows the number of attention heads: pass `num_heads`, the same number at every level"
+        text = (
+            f"widths {channels} with text of width {context} do not match Stable Diffusion 1, 2 or "
+            "XL, and no tensor shows the number of attention heads: pass `num_heads`, the same "
+            "number at every level"
         )
-        raise Unstated(origin, f"{text} {remedy}", "num_heads")
+        raise Unstated(origin, text, "num_heads")
     return found
 
 
 def key_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
     """Map the file's names to ``names``, those of the class; raises for one without a name in the layout."""
-    blocks = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
+    blocks = {
+        *config["down_block_types"],
+        *config["up_block_types"],
+        config.get("mid_block_type", _MIDDLE),
+    }
     odd, layers, pairs = blocks - _BLOCKS, config["layers_per_block"], []
     for name in names if isinstance(layers, int) else ():
         foreign = _name(name, layers, config["up_block_types"])
@@ -200,7 +216,13 @@ def _name(name: str, layers: int, up_block_types: Sequence[str]) -> str | None:
     match = _INNER.fullmatch(name)
     if match is None:
         return None
-    place, block, part, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
+    place, block, part, index, rest = (
+        match[1],
+        int(match[2] or 0),
+        match[3],
+        int(match[4]),
+        match[5],
+    )
     level = layers + 1
     if part == "resnets":
         for ours, theirs in _RESNET.items():
@@ -236,7 +258,9 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
         emb = own.perceptron(own.waves(timestep, width), "time_embed.0", "time_embed.2", F.silu)
         if own.has("label_emb.0.0"):
             sizes = conditions["time_ids"]
-            each = own.waves(sizes.flatten(), config["addition_time_embed_dim"]).view(len(sizes), -1)
+            each = own.waves(sizes.flatten(), config["addition_time_embed_dim"]).view(
+                len(sizes), -1
+            )
             given = torch.cat([conditions["text_embeds"].to(x.dtype), each], 1)
             emb = emb + own.perceptron(given, "label_emb.0.0", "label_emb.0.2", F.silu)
         h, level = own.conv(x, "input_blocks.0.0"), 0
@@ -287,9 +311,13 @@ class _Unet(Modules):
 
     def residual(self, x: Tensor, emb: Tensor, name: str) -> Tensor:
         """Two convolutions with the time embedding added between them, and a skip."""
-        h = self.conv(F.silu(self.group_norm(x, f"{name}.in_layers.0", 1e-5)), f"{name}.in_layers.2")
+        h = self.conv(
+            F.silu(self.group_norm(x, f"{name}.in_layers.0", 1e-5)), f"{name}.in_layers.2"
+        )
         h = h + self.affine(F.silu(emb), f"{name}.emb_layers.1")[:, :, None, None]
-        h = self.conv(F.silu(self.group_norm(h, f"{name}.out_layers.0", 1e-5)), f"{name}.out_layers.3")
+        h = self.conv(
+            F.silu(self.group_norm(h, f"{name}.out_layers.0", 1e-5)), f"{name}.out_layers.3"
+        )
         skip = f"{name}.skip_connection"
         return h + (self.conv(x, skip) if self.has(skip) else x)
 
@@ -309,7 +337,9 @@ class _Unet(Modules):
             block = f"{name}.transformer_blocks.{n}"
             own = self.layer_norm(h, f"{block}.norm1")
             h = h + self.attention(own, own, f"{block}.attn1", heads)
-            h = h + self.attention(self.layer_norm(h, f"{block}.norm2"), text, f"{block}.attn2", heads)
+            h = h + self.attention(
+                self.layer_norm(h, f"{block}.norm2"), text, f"{block}.attn2", heads
+            )
             both = self.affine(self.layer_norm(h, f"{block}.norm3"), f"{block}.ff.net.0.proj")
             value, gate = both.chunk(2, -1)
             h = h + self.affine(value * F.gelu(gate), f"{block}.ff.net.2")

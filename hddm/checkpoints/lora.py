@@ -40,7 +40,13 @@ from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import check_absent, new_folder, sha256_of
 from hddm.utils.records import LARGEST
-from hddm.utils.tensors import TensorInfo, promoted, read_header, read_safetensors, refuse_non_finite
+from hddm.utils.tensors import (
+    TensorInfo,
+    promoted,
+    read_header,
+    read_safetensors,
+    refuse_non_finite,
+)
 from hddm.velocity import PredictionType
 
 _FACTOR = re.compile(r"(.+)\.lora_(down|up|A|B)\.weight")
@@ -77,14 +83,18 @@ class LoraFile:
     @property
     def ranks(self) -> dict[str, int]:
         """Number of layers by rank."""
-        shapes = (self.header[parts["down"]].shape for parts in self.layers.values() if "down" in parts)
+        shapes = (
+            self.header[parts["down"]].shape for parts in self.layers.values() if "down" in parts
+        )
         found = Counter(shape[0] for shape in shapes if shape)
         return {str(rank): found[rank] for rank in sorted(found)}
 
 
 def is_lora(names: Collection[str]) -> bool:
     """True for tensor names of a LoRA file, or of a similar small change to a network."""
-    return any(_FACTOR.fullmatch(one) or _UNREAD.fullmatch(one) or _OTHER.search(one) for one in names)
+    return any(
+        _FACTOR.fullmatch(one) or _UNREAD.fullmatch(one) or _OTHER.search(one) for one in names
+    )
 
 
 def read_lora(path: Path) -> LoraFile:
@@ -92,7 +102,9 @@ def read_lora(path: Path) -> LoraFile:
     found = LoraFile(path, *read_header(path))
     if unread := [name for name in found.header if _UNREAD.fullmatch(name)]:
         text = f"has names of diffusers' training scripts or of an older tool ({unread[0]!r}, …)"
-        remedy = "merge it into its base with diffusers or the tool that made it, and convert the result"
+        remedy = (
+            "merge it into its base with diffusers or the tool that made it, and convert the result"
+        )
         raise HddmError(f"{path}: {text}, which hddm does not read yet; {remedy}")
     for name in found.header:
         match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)
@@ -106,7 +118,9 @@ def read_lora(path: Path) -> LoraFile:
         else:
             parts = found.layers.setdefault(_NETWORK.sub("", match[1], 1), {})
             if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
-                raise HddmError(f"{path}: holds one factor twice, as {other!r} and {name!r}; remove one")
+                raise HddmError(
+                    f"{path}: holds one factor twice, as {other!r} and {name!r}; remove one"
+                )
     return found
 
 
@@ -132,9 +146,13 @@ def convert_lora(
             and Inf; for a base that is itself an adapter.
     """
     if not (base / EXPERT_FILE).is_file():
-        raise UsageError(f"`base` {base}: not an expert folder; convert its checkpoint, and name the result")
+        raise UsageError(
+            f"`base` {base}: not an expert folder; convert its checkpoint, and name the result"
+        )
     if out.resolve() == base.resolve():
-        raise UsageError(f"`out` {out}: is the base, which the adapter needs; choose another folder")
+        raise UsageError(
+            f"`out` {out}: is the base, which the adapter needs; choose another folder"
+        )
     lora, expert = read_lora(path), open_expert(base, with_calibration=False)
     if lora.text:
         raise HddmError(
@@ -143,7 +161,9 @@ def convert_lora(
             f"without them"
         )
     if licence is not None and lora.licence not in (None, licence):
-        raise HddmError(f"`licence` {licence}: the header of {path} states {lora.licence!r}; drop the option")
+        raise HddmError(
+            f"`licence` {licence}: the header of {path} states {lora.licence!r}; drop the option"
+        )
     network: Any = expert.network
     targets = _targets(lora, network, base)
     adapter, tensors = _adapter(lora, targets, base, out)
@@ -234,13 +254,21 @@ def _layers_of(network: ModelMixin) -> dict[str, str]:
     """Layers of a network by every name that a file may have for them."""
     kinds = (nn.Linear, nn.Conv2d)
     layers = [name for name, module in network.named_modules() if isinstance(module, kinds)]
-    names = {layer.replace(".", "_"): layer for layer in layers} | {layer: layer for layer in layers}
+    names = {layer.replace(".", "_"): layer for layer in layers} | {
+        layer: layer for layer in layers
+    }
     if family_of(network) is ldm.LDM.family:
         # Not every block of the class is one of latent diffusion.
         with contextlib.suppress(HddmError):
-            pairs = ldm.key_table([f"{layer}.weight" for layer in layers], network.config, "LoRA").pairs
-            foreign = (pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight") for pair in pairs)
-            names |= {name.replace(".", "_"): layer for name, layer in zip(foreign, layers, strict=True)}
+            pairs = ldm.key_table(
+                [f"{layer}.weight" for layer in layers], network.config, "LoRA"
+            ).pairs
+            foreign = (
+                pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight") for pair in pairs
+            )
+            names |= {
+                name.replace(".", "_"): layer for name, layer in zip(foreign, layers, strict=True)
+            }
     return names
 
 
@@ -285,7 +313,9 @@ def _stated_alphas(lora: LoraFile, targets: Collection[str]) -> dict[str, Any]:
         return {}
     origin = f"{lora.path}: {_METADATA}"
     stated = parse_object(lora.metadata[_METADATA], origin)
-    config = {_NETWORK.sub("", key, 1): value for key, value in stated.items() if _NETWORK.match(key)}
+    config = {
+        _NETWORK.sub("", key, 1): value for key, value in stated.items() if _NETWORK.match(key)
+    }
     refuse_variants(config, origin)
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -294,8 +324,12 @@ def _stated_alphas(lora: LoraFile, targets: Collection[str]) -> dict[str, Any]:
     for pattern, alpha in reversed(patterns.items()):
         end = f"{pattern}.weight"
         # A caret begins the whole name of a layer.
-        fitting = [target for target in targets if f"^{target}" == end or f".{target}".endswith(f".{end}")]
+        fitting = [
+            target for target in targets if f"^{target}" == end or f".{target}".endswith(f".{end}")
+        ]
         if not fitting:
-            raise HddmError(f"{origin}: alpha_pattern {one_line(pattern, 40)!r} ends the name of no layer")
+            raise HddmError(
+                f"{origin}: alpha_pattern {one_line(pattern, 40)!r} ends the name of no layer"
+            )
         found |= dict.fromkeys(fitting, alpha)
     return found

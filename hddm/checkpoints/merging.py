@@ -44,7 +44,10 @@ _ALIKE = {
 
 
 def merge_experts(
-    experts: Sequence[Path], out: Path, weights: Sequence[float] | None = None, overwrite: bool = False
+    experts: Sequence[Path],
+    out: Path,
+    weights: Sequence[float] | None = None,
+    overwrite: bool = False,
 ) -> list[str]:
     """Average the weights of two experts or more into one dense expert; return notes for the user.
 
@@ -63,7 +66,9 @@ def merge_experts(
     shares = _shares(experts, weights)
     parts, found = [open_expert_checkpoint(folder, Reading()) for folder in experts], Findings()
     records = [one.record for one in parts if one.record is not None]
-    opened = [Expert(None, record, folder=folder) for folder, record in zip(experts, records, strict=True)]
+    opened = [
+        Expert(None, record, folder=folder) for folder, record in zip(experts, records, strict=True)
+    ]
     _compare_kinds(opened, found)
     _compare(parts, opened, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
@@ -71,7 +76,9 @@ def merge_experts(
     if weak := [str(folder) for folder in experts if (folder / WEAK_FILE).exists()]:
         of = ", ".join(weak)
         found.note(f"the weak models are left out, of {of}, so the result cannot be guided by one")
-    found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
+    found.note(
+        f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one"
+    )
     extras = _common_extras(parts)
     files = {}
     for number, part in enumerate(parts):
@@ -79,7 +86,9 @@ def merge_experts(
             files[f"{number}/{path.name}"] = sha256_once(path)
     update: dict[str, Any] = {
         "weights": "unstated",
-        "shard": records[0].shard if all(one.shard == records[0].shard for one in records) else None,
+        "shard": records[0].shard
+        if all(one.shard == records[0].shard for one in records)
+        else None,
         "training": {},
         "shift": common_shift(opened, found),
         "licence": joint_licence(one.licence for one in records),
@@ -116,7 +125,9 @@ def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[fl
     given = list(weights or [1 / len(experts)] * len(experts))
     if len(given) != len(experts) or min(given) < 0 or not abs(sum(given) - 1) <= SHARE_TOLERANCE:
         stated = ",".join(f"{one:g}" for one in given)
-        raise UsageError(f"`weights` {stated}: give {len(experts)} numbers of 0 or more that sum to 1")
+        raise UsageError(
+            f"`weights` {stated}: give {len(experts)} numbers of 0 or more that sum to 1"
+        )
     return [one / math.fsum(given) for one in given]
 
 
@@ -138,7 +149,9 @@ def _compare(parts: Sequence[Checkpoint], experts: Sequence[Expert], found: Find
             if value != first.get(key, value):
                 found.differ(name, f"{key} {one_line(value, 60)}, not {one_line(first[key], 60)}")
         if record.training_calibration:
-            text = "was trained together with its calibration, so its weights cannot be merged alone"
+            text = (
+                "was trained together with its calibration, so its weights cannot be merged alone"
+            )
             found.differ(name, text)
 
 
@@ -147,7 +160,11 @@ def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:
     config = json.loads(json.dumps(dict(part.network.config)))
     return {
         "network": part.class_name,
-        **{f"{key} of its network": value for key, value in config.items() if not key.startswith("_")},
+        **{
+            f"{key} of its network": value
+            for key, value in config.items()
+            if not key.startswith("_")
+        },
         **record.model_dump(mode="json", include=_ALIKE),
         "null values": {name: value.tolist() for name, value in part.nulls.items()},
     }

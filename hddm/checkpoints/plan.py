@@ -69,8 +69,16 @@ class ConversionPlan:
     def components(self) -> dict[str, Path]:
         """Components that the expert copies from the source: the ones in its record."""
         record = self.record
-        known = {"vae": record.vae, "text_encoder": record.text_encoder, "tokenizer": record.text_encoder}
-        return {name: folder for name, folder in self.source.components.items() if known[name] is not None}
+        known = {
+            "vae": record.vae,
+            "text_encoder": record.text_encoder,
+            "tokenizer": record.text_encoder,
+        }
+        return {
+            name: folder
+            for name, folder in self.source.components.items()
+            if known[name] is not None
+        }
 
     @property
     def size(self) -> int:
@@ -88,7 +96,9 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
     if (path / EXPERT_FILE).exists():
         return open_expert_checkpoint(path, reading)
     if is_paris(path):
-        raise UsageError(f"{path}: is the Paris release, which needs no conversion: hddm sample {path}")
+        raise UsageError(
+            f"{path}: is the Paris release, which needs no conversion: hddm sample {path}"
+        )
     if (path / MODEL_INDEX).exists():
         return open_pipeline(path, reading)
     if (path / "config.json").exists():
@@ -145,7 +155,9 @@ def refuse_unstated(path: Path, missing: Sequence[Unstated]) -> None:
         raise missing[0]
     if missing:
         texts = "; ".join(one.text for one in missing)
-        raise HddmError(f"{path}: does not state {len(missing)} things that a conversion needs: {texts}")
+        raise HddmError(
+            f"{path}: does not state {len(missing)} things that a conversion needs: {texts}"
+        )
 
 
 def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
@@ -159,11 +171,14 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     built = Built(source.network, tensors)
     if conversion.text_dim is not None:
         if source.family is not EXPERT or source.arguments.get("text_dim") is not None:
-            raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
+            raise HddmError(
+                f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own"
+            )
         built = _with_text(source, tensors, conversion.text_dim)
     interface = _stated(lambda: _interface(built, source, conversion.sample_size), missing)
     conventions = _stated(
-        lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type), missing
+        lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type),
+        missing,
     )
     refuse_unstated(path, missing)
     assert interface is not None
@@ -290,7 +305,9 @@ def _record(
 
 def _short(origin: str) -> str:
     """The last two parts of a path; other text as it is, without the marks of an option."""
-    return "/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin.replace("`", "")
+    return (
+        "/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin.replace("`", "")
+    )
 
 
 def summary_lines(plan: ConversionPlan) -> list[str]:
@@ -322,14 +339,20 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         lines.append(f"vae: {record.vae.kind}, known by its encoder {record.vae.fingerprint}")
     if record.text_encoder is not None:
         text = record.text_encoder
-        lines.append(f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens")
+        lines.append(
+            f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens"
+        )
     elif TEXT in record.conditions:
         lines.append(f"text encoder: not recorded, since {source.text.missing}")
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
     if plan.components:
-        makes = "so hddm sample makes pictures of it" if record.vae else "but no VAE to make pictures with"
+        makes = (
+            "so hddm sample makes pictures of it"
+            if record.vae
+            else "but no VAE to make pictures with"
+        )
         lines.append(f"kept: {', '.join(plan.components)}; {makes}")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")
@@ -354,5 +377,7 @@ def add_text(
         for i in range(int(config["depth"])):
             modules[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
     like = weights["patch_embed.weight"]
-    added = {f"{name}.{key}": one.to(like) for name, own in modules.items() for key, one in own.items()}
+    added = {
+        f"{name}.{key}": one.to(like) for name, own in modules.items() for key, one in own.items()
+    }
     return {**weights, **added}, {**config, "text_dim": text_dim}

@@ -27,7 +27,10 @@ _WITHOUT_PREFIX = (FACEBOOK_DIT, PIXART_ORIGINAL)
 """Layouts that are recognised after removing prefixes which wrappers put before all names, as ``module.``."""
 FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (*_WITHOUT_PREFIX, LDM)}
 """All layouts by name. The names of latent diffusion begin with a prefix of their own: it is tried first."""
-_RAW, _EMA = ("model", "state_dict"), ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict")
+_RAW, _EMA = (
+    ("model", "state_dict"),
+    ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict"),
+)
 _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EMA, "ema")}
 # Keys and prefixes that wrappers for averaging or distributing weights put around a set.
 _TOP = ""
@@ -60,7 +63,9 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     declared = replace(declared, notes=(*declared.notes, *header.notes))
     if layout.scheduler is not None:
         origin = f"the code of layout {layout.name}"
-        declared = replace(declared, scheduler=layout.scheduler, scheduler_origin=origin, is_layout_rule=True)
+        declared = replace(
+            declared, scheduler=layout.scheduler, scheduler_origin=origin, is_layout_rule=True
+        )
     return Checkpoint(
         path=path,
         layout=layout.name,
@@ -93,12 +98,17 @@ def _weight_sets(
     _refuse_several(sources, len(found) < len(sources) or sources.keys() > {_TOP}, path)
     if list(sources) == ["state_dict"]:
         return {"unstated": sources["state_dict"]}
-    named = {_SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)}
+    named = {
+        _SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)
+    }
     return found or named or {"unstated": _tensors(content)}
 
 
 def _sources(
-    content: Mapping[str, Any], holds: Callable[[dict[str, Tensor]], bool], reading: Reading, path: Path
+    content: Mapping[str, Any],
+    holds: Callable[[dict[str, Tensor]], bool],
+    reading: Reading,
+    path: Path,
 ) -> dict[str, dict[str, Tensor]]:
     """Weight sets of a file for which ``holds`` is true, by their name in the file."""
     top = _tensors(content)
@@ -125,7 +135,13 @@ def _known(tensors: Collection[str]) -> list[FileLayout]:
 
 
 def _has_tensors(value: object) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return isinstance(value, Tensor) or any(map(_has_tensors, inner))
 
 

@@ -47,7 +47,12 @@ Forward = Callable[[Tensor, Tensor, Weights], Tensor]
 
 LARGEST_SHIFT = 1e3
 # Of diffusers' flow-match schedulers, and of its pipelines of Flux and SD3.
-_DEFAULTS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+_DEFAULTS = {
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+}
 _OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "shift_terminal")
 
 
@@ -102,7 +107,9 @@ class KeyTable:
     def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
         """Map back to the layout; ``extras`` are the benign tensors that were kept."""
         back = [Pair(pair.ours, pair.foreign) for pair in self.pairs]
-        return _mapped(back, weights, origin) + [as_planned(name, tensor) for name, tensor in extras.items()]
+        return _mapped(back, weights, origin) + [
+            as_planned(name, tensor) for name, tensor in extras.items()
+        ]
 
 
 def as_planned(name: str, tensor: Tensor) -> Planned:
@@ -121,7 +128,9 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
         if name not in known:
             problems.append(f"left over {name} {tuple(tensor.shape)}")
     if problems:
-        raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}")
+        raise HddmError(
+            f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}"
+        )
     planned: list[Planned] = []
     for pair in pairs:
         planned += _divided([weights[name] for name in pair.foreign], pair.ours, origin)
@@ -136,7 +145,9 @@ def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> 
     alike = {(tensor.ndim, tensor.shape[1:], tensor.dtype) for tensor in tensors}
     if len(alike) > 1 or rows % len(targets):
         names = ", ".join(targets)
-        raise HddmError(f"{origin}: tensors of {[tuple(t.shape) for t in tensors]} do not make up {names}")
+        raise HddmError(
+            f"{origin}: tensors of {[tuple(t.shape) for t in tensors]} do not make up {names}"
+        )
     if len(targets) > 1:
         return [as_planned(*one) for one in zip(targets, first.chunk(len(targets)), strict=True)]
     joined = functools.partial(torch.cat, list(tensors))
@@ -341,7 +352,8 @@ def _agreed(source: Checkpoint, stated: Sequence[Stated], by_user: bool) -> Stat
     for other in known[1:]:
         if other.value != first.value:
             text = (
-                f"{first.place} says {first.value}, which contradicts {other.place}, which says {other.value}"
+                f"{first.place} says {first.value}, which contradicts {other.place}, which says "
+                f"{other.value}"
             )
             remedy = "pass `prediction_type` with what is true"
             if by_user:
@@ -362,7 +374,9 @@ def _refuse_signal(source: Checkpoint, schedule: Schedule, origin: str) -> None:
         raise HddmError(f"{source.path}: {text} {origin}; {remedy}")
 
 
-def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoint, origin: str) -> float:
+def _time_scale(
+    schedule: Schedule, config: Mapping[str, Any], source: Checkpoint, origin: str
+) -> float:
     if source.record is not None:
         return source.record.time_scale
     if isinstance(schedule, DiscreteSchedule):
@@ -395,7 +409,9 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
         shift = config.get("flow_shift" if config.get("use_flow_sigmas") else "shift", 1.0)
     elif interface.num_patches is None:
         shift = 1.0
-        notes.append(f"{origin}: use_dynamic_shifting counts patches, and a UNet has none; no shift is kept")
+        notes.append(
+            f"{origin}: use_dynamic_shifting counts patches, and a UNet has none; no shift is kept"
+        )
     else:
         try:
             shift = _dynamic(config, interface.num_patches)

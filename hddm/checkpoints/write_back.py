@@ -54,7 +54,9 @@ def write_back(
     if layout not in known:
         raise UsageError(f"`to_layout` {layout}: {choose(layout, known)}")
     if not (folder / EXPERT_FILE).is_file():
-        raise UsageError(f"{folder}: not an expert folder; name one of an ensemble, or convert it first")
+        raise UsageError(
+            f"{folder}: not an expert folder; name one of an ensemble, or convert it first"
+        )
     source = open_expert_checkpoint(folder, Reading())
     record = source.record
     assert record is not None
@@ -76,7 +78,11 @@ def write_back(
         else:
             lines += _write_pipeline(source, record, family, pipeline, draft)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
-    return [*lines, f"{out}: written back as {layout}", f"licence: {record.licence or 'not stated'}"]
+    return [
+        *lines,
+        f"{out}: written back as {layout}",
+        f"licence: {record.licence or 'not stated'}",
+    ]
 
 
 def _notes(folder: Path, layout: str) -> list[str]:
@@ -86,7 +92,9 @@ def _notes(folder: Path, layout: str) -> list[str]:
         text = f"the file holds the network alone, without the expert's {', '.join(kept)}"
         lines.append(f"note: {text}; a layout of diffusers (`to_layout`) takes them too")
     elif layout == LDM.name:
-        lines.append("note: the file holds the network alone, without a whole file's VAE and text encoder")
+        lines.append(
+            "note: the file holds the network alone, without a whole file's VAE and text encoder"
+        )
     own = [name for name in _OWN if (folder / name).is_file()]
     if own:
         lines.append(f"note: layout {layout} has no place for {', '.join(own)} of the expert")
@@ -113,7 +121,9 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
         raise HddmError(f"{source.path}: {text}")
     is_other = source.family is not family
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
-        raise HddmError(f"`to_layout` {layout}: cannot hold the {source.class_name} of {source.path}")
+        raise HddmError(
+            f"`to_layout` {layout}: cannot hold the {source.class_name} of {source.path}"
+        )
     chain = record.source
     if layout not in FILE_LAYOUTS or (chain is not None and chain.first.layout == layout):
         return
@@ -161,7 +171,9 @@ def _write_pipeline(
         index |= index_content(inner, zeros_in(folder))
     scheduler, notes = _scheduler(record, family.time_factor), []
     if scheduler is None:
-        notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")
+        notes.append(
+            f"note: no scheduler of diffusers has the schedule {record.schedule}; none written"
+        )
     else:
         (draft / "scheduler").mkdir()
         write_json(draft / "scheduler" / SCHEDULER_FILE, json.loads(json.dumps(scheduler)))

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from hddm.data.images import THREADS, OversizedImageError, pixel_digest, read_ahead, read_image
-from hddm.data.shard_records import PARTITION_FILE, find_held_out, find_shards, holds_shard, open_images
+from hddm.data.shard_records import (
+    PARTITION_FILE,
+    find_held_out,
+    find_shards,
+    holds_shard,
+    open_images,
+)
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, shown
@@ -96,7 +102,9 @@ class DataReport(Record):
         return [*lines, f"{self.path}: {counts}"]
 
 
-def check_data(path: Path, caption_column: str | None = None, label_column: str | None = None) -> DataReport:
+def check_data(
+    path: Path, caption_column: str | None = None, label_column: str | None = None
+) -> DataReport:
     """Read and decode every image, with a few in memory at a time.
 
     ``path`` is a source of images as in `hddm.data.sources.open_source`, a shard, or a partition, whose
@@ -114,11 +122,16 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     parts = []
     # Names of all images by their digest.
     copies: dict[bytes, list[str]] = defaultdict(list)
-    with Progress(sum(map(len, sources.values())), "check") as advance, ThreadPoolExecutor(THREADS) as pool:
+    with (
+        Progress(sum(map(len, sources.values())), "check") as advance,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
         for name, source in sources.items():
             modes, sizes, transparent = Counter[str](), Counter[str](), 0
             bad: list[BadImage] = []
-            looks = read_ahead(pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD)
+            looks = read_ahead(
+                pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD
+            )
             for file, ((digest, found),) in zip(source.files, looks, strict=True):
                 if digest is not None:
                     copies[digest].append(f"{name}/{file}" if kind == "partition" else file)
@@ -161,4 +174,6 @@ def _look(source: ImageSource, i: int) -> tuple[bytes | None, tuple[str, str, bo
     except HddmError as error:
         is_large = isinstance(error, OversizedImageError)
         kind = "unreadable" if digest is None else "oversized" if is_large else "corrupt"
-        return digest, BadImage.model_validate({"name": name, "kind": kind, "reason": error.message})
+        return digest, BadImage.model_validate(
+            {"name": name, "kind": kind, "reason": error.message}
+        )

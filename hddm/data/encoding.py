@@ -74,7 +74,11 @@ class DataFile(Record):
 
 
 def encode_shards(
-    source: Path, out: Path, settings: EncodingSettings, overwrite: bool = False, rows: int | None = None
+    source: Path,
+    out: Path,
+    settings: EncodingSettings,
+    overwrite: bool = False,
+    rows: int | None = None,
 ) -> dict[Path, ShardManifest]:
     """Encode a shard of images, or a partition and its held-out images, to ``out``; manifests by folder.
 
@@ -92,12 +96,19 @@ def encode_shards(
     shards = {folder: read_images_manifest(folder) for folder in folders}
     with Progress(None, "read the networks", is_drawn=False):
         encoder = _open_encoder(shards, settings)
-    row_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in encoder.layout.values())
-    rows, total = rows or max(1, FILE_BYTES // row_bytes), sum(len(one.images) for one in shards.values())
+    row_bytes = sum(
+        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in encoder.layout.values()
+    )
+    rows, total = (
+        rows or max(1, FILE_BYTES // row_bytes),
+        sum(len(one.images) for one in shards.values()),
+    )
     # Plain values that decide the content, apart from rounding: batches may become smaller. The format
     # decides how the parts of a draft are recorded.
     identity = {
-        "shards": {folder.relative_to(source).as_posix(): shard.hash for folder, shard in shards.items()},
+        "shards": {
+            folder.relative_to(source).as_posix(): shard.hash for folder, shard in shards.items()
+        },
         "encoding": encoder.encoding.model_dump(mode="json"),
         "vae": encoder.vae_record and encoder.vae_record.model_dump(),
         "text_encoder": encoder.text_record and encoder.text_record.model_dump(),
@@ -150,14 +161,25 @@ def _write_file(
     size = encoder.settings.batch_size
     batches = [entries[start : start + size] for start in range(0, len(entries), size)]
     # No rows at first, since every image may be skipped.
-    encoded = [{key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in encoder.layout.items()}]
+    encoded = [
+        {
+            key: torch.empty((0, *shape), dtype=dtype)
+            for key, (shape, dtype) in encoder.layout.items()
+        }
+    ]
     skipped: list[Skipped] = []
     read = read_ahead(pool, partial(encoder.read, folder), batches, _AHEAD)
     for batch, images in zip(batches, read, strict=True):
         skipped += [image for image in images if isinstance(image, Skipped)]
-        kept = [(image, one) for image, one in zip(images, batch, strict=True) if isinstance(image, Tensor)]
+        kept = [
+            (image, one)
+            for image, one in zip(images, batch, strict=True)
+            if isinstance(image, Tensor)
+        ]
         if kept:
-            encoded.append(encoder.rows(torch.stack([image for image, _ in kept]), [one for _, one in kept]))
+            encoded.append(
+                encoder.rows(torch.stack([image for image, _ in kept]), [one for _, one in kept])
+            )
         advance(len(batch))
     tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in encoder.layout}
     write_whole(path, partial(save_file, tensors))
@@ -232,7 +254,9 @@ class _Encoder:
                     if values is not None:
                         rows[prefix + name] = self.narrowed(prefix + name, values, entries)
         if self.text is not None:
-            tokens = embed(*self.text, [str(entry.caption) for entry in entries], warns=False).tokens
+            tokens = embed(
+                *self.text, [str(entry.caption) for entry in entries], warns=False
+            ).tokens
             rows[TOKENS] = self.narrowed(TOKENS, tokens, entries)
         return rows
 
@@ -276,7 +300,9 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         words = read_tokenizer(tokenizer)
         text_record = text_encoder_facts(text_encoder, words.model_max_length)
         if text_record.kind != CLIP:
-            raise HddmError(f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}")
+            raise HddmError(
+                f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}"
+            )
         for folder, texts in captions.items():
             if cut := len(cuts(words, texts, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
@@ -305,7 +331,9 @@ def _captions(
         return {}
     if settings.text_encoder is None or settings.tokenizer is None:
         lacking = "`tokenizer`" if settings.tokenizer is None else "`text_encoder`"
-        raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
+        raise UsageError(
+            f"{lacking}: text needs a text encoder and its tokenizer; name both folders"
+        )
     found = {}
     for folder, shard in shards.items():
         captions = captions_of(shard.images)

@@ -107,7 +107,11 @@ class PixelPca:
             work.finish(path, {}, {path.name: sha256_of(path)})
         basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
         height, width = basis["size"].tolist()
-        self._size, self._mean, self._components = (height, width), basis["mean"], basis["components"]
+        self._size, self._mean, self._components = (
+            (height, width),
+            basis["mean"],
+            basis["components"],
+        )
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         """Features of images (H, W, 3) of any size."""
@@ -130,7 +134,9 @@ class PixelPca:
             sizes.append(image.shape[:2])
             small.append(_shrunk(image, tuple(min(SIDE, side) for side in image.shape[:2])))
         if not small:
-            raise HddmError(f"{source.root}: none of {count} images can be read; hddm data check shows why")
+            raise HddmError(
+                f"{source.root}: none of {count} images can be read; hddm data check shows why"
+            )
         height, width = (min(SIDE, side) for side in np.median(sizes, axis=0).astype(int).tolist())
         self._size = (height, width)
         flat = self._flat(small)
@@ -145,7 +151,9 @@ class PixelPca:
 
     def _flat(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         small = np.stack([_shrunk(image, self._size) for image in images])
-        flat: NDArray[np.float32] = small.reshape(len(small), -1).astype(np.float32) / np.float32(255)
+        flat: NDArray[np.float32] = small.reshape(len(small), -1).astype(np.float32) / np.float32(
+            255
+        )
         return flat
 
 
@@ -215,7 +223,9 @@ class VisionModel:
     @torch.no_grad()
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         """Features of images (H, W, 3) of any size."""
-        pixels = self._processor(list(images), input_data_format="channels_last", return_tensors="pt")
+        pixels = self._processor(
+            list(images), input_data_format="channels_last", return_tensors="pt"
+        )
         out = self._model(pixel_values=pixels["pixel_values"].to(self._model.device))
         embedded = out.image_embeds if hasattr(out, "image_embeds") else out.last_hidden_state[:, 0]
         features: NDArray[np.float32] = embedded.float().cpu().numpy()
@@ -236,7 +246,8 @@ def _from_hub(name: str) -> Path:
     except Exception as error:
         reason = one_line(error)
         text = (
-            f"is not in the cache and cannot be fetched ({reason}); connect to the network, or name a folder"
+            f"is not in the cache and cannot be fetched ({reason}); connect to the network, or name "
+            "a folder"
         )
         raise HddmError(f"`features` {name}: {text}") from error
 
@@ -298,14 +309,18 @@ def compute_features(
     text = "holds features of other images, of these before they changed, or by another extractor"
     broken: dict[int, str] = {}
     with work.held(), Progress(len(source), "features") as advance:
-        work.begin(identity, f"{folder}: {text}; remove it, or name another folder with `cache`", replace)
+        work.begin(
+            identity, f"{folder}: {text}; remove it, or name another folder with `cache`", replace
+        )
         paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
         known = {path: done["broken"] for path in paths if (done := work.done(path)) is not None}
         if len(known) < len(paths):
             extractor.prepare(source, folder)
         for number, path in enumerate(paths):
             rows = range(number * part, min((number + 1) * part, len(source)))
-            found = known[path] if path in known else _write_part(work, path, source, extractor, rows)
+            found = (
+                known[path] if path in known else _write_part(work, path, source, extractor, rows)
+            )
             broken |= {int(row): str(reason) for row, reason in found.items()}
             if len(broken) > max_bad:
                 raise too_many_bad(source.root, list(broken.values()), max_bad)
@@ -313,8 +328,12 @@ def compute_features(
             count(len(rows))
         read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
     names = ("sound", "files", "pixels", "shapes")
-    numbers, files, pixels, shapes = (torch.cat([one[name] for one in read]).numpy() for name in names)
-    return ImageFeatures(numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read)))
+    numbers, files, pixels, shapes = (
+        torch.cat([one[name] for one in read]).numpy() for name in names
+    )
+    return ImageFeatures(
+        numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read))
+    )
 
 
 def _write_part(
@@ -357,10 +376,14 @@ def _write_part(
     return broken
 
 
-def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str) -> NDArray[np.float32]:
+def _finite(
+    features: NDArray[np.float32], names: Sequence[Path], extractor: str
+) -> NDArray[np.float32]:
     worst = np.flatnonzero(~np.isfinite(features).all(1))
     if len(worst):
-        raise HddmError(f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; use other `features`")
+        raise HddmError(
+            f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; use other `features`"
+        )
     return features
 
 

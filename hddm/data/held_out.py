@@ -64,7 +64,9 @@ def _refuse_trained(
                 name = (shard.folder / entry.file).relative_to(path).as_posix()
                 shared[name] = known[content]
     if shared:
-        raise shared_images("held_out", path, total, f"training images of {training.folder}", shared)
+        raise shared_images(
+            "held_out", path, total, f"training images of {training.folder}", shared
+        )
 
 
 def _contents(shard: Shard, entries: Sequence[ImageEntry]) -> list[str]:
@@ -83,7 +85,9 @@ def _open_images(path: Path, channels: int) -> tuple[Shard, list[ImageEntry]]:
         pixels = decode_image(content, path / name)
         arrays.append(in_colour(pixels) if channels == 3 else pixels)
         label = None if source.labels is None else source.labels[row]
-        entries.append(ImageEntry(file=name, sha256=hashlib.sha256(content).hexdigest(), label=label))
+        entries.append(
+            ImageEntry(file=name, sha256=hashlib.sha256(content).hexdigest(), label=label)
+        )
     labels = entry_labels(entries)
     shard = Shard(
         folder=path,

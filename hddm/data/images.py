@@ -107,7 +107,9 @@ def _opened(content: bytes, name: Path) -> Iterator[Image.Image]:
         raise OversizedImageError(f"{name}: has {bound}") from error
     except Exception as error:
         # Decoders of damaged files also raise SyntaxError, ValueError and more.
-        raise HddmError(f"{name}: cannot be read as an image; remove it or save it again") from error
+        raise HddmError(
+            f"{name}: cannot be read as an image; remove it or save it again"
+        ) from error
 
 
 def in_colour(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -122,7 +124,10 @@ Returned = TypeVar("Returned")
 
 
 def read_ahead(
-    pool: ThreadPoolExecutor, read: Callable[[Item], Returned], batches: Iterable[Sequence[Item]], ahead: int
+    pool: ThreadPoolExecutor,
+    read: Callable[[Item], Returned],
+    batches: Iterable[Sequence[Item]],
+    ahead: int,
 ) -> Iterator[list[Returned]]:
     """Results of ``read`` for every item, in batches, while the next ``ahead`` batches are being read."""
     waiting: deque[list[Future[Returned]]] = deque()
@@ -143,7 +148,9 @@ def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> Hd
     )
 
 
-def shared_images(option: str, path: Path, total: int, among: str, shared: Mapping[str, str]) -> HddmError:
+def shared_images(
+    option: str, path: Path, total: int, among: str, shared: Mapping[str, str]
+) -> HddmError:
     """Error for an ``option`` whose images must not be ``among`` others, and some of ``total`` are.
 
     ``shared`` has their names, each with that of the image that it equals.
@@ -176,7 +183,9 @@ def fit_image(image: Image.Image, resolution: int, name: object = "image") -> Im
     shorter = min(width, height)
     size = resolution * width // shorter, resolution * height // shorter
     if size[0] * size[1] > LARGEST_IMAGE:
-        raise HddmError(f"{name}: {width}×{height} becomes {size[0]}×{size[1]}; crop it or remove it")
+        raise HddmError(
+            f"{name}: {width}×{height} becomes {size[0]}×{size[1]}; crop it or remove it"
+        )
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)
     if size == (resolution, resolution):
@@ -247,7 +256,9 @@ def to_bytes(images: "Tensor") -> "Tensor":
     """
     broken = (~images.isfinite()).reshape(len(images), -1).any(1).nonzero()[:, 0].tolist()
     if broken:
-        raise HddmError(f"{len(broken)} images hold NaN or Inf, the first of them numbers {broken[:8]}")
+        raise HddmError(
+            f"{len(broken)} images hold NaN or Inf, the first of them numbers {broken[:8]}"
+        )
     return ((images.clamp(-1, 1) + 1) * 127.5).round().byte()
 
 
@@ -282,7 +293,9 @@ def tiled(images: "Tensor", columns: int, scale: int) -> "Tensor":
     return torch.cat([torch.cat(list(row), dim=2) for row in big.split(columns)], dim=1)
 
 
-def save_png(pixels: "Tensor", file: Path | BinaryIO, texts: Mapping[str, str] | None = None) -> None:
+def save_png(
+    pixels: "Tensor", file: Path | BinaryIO, texts: Mapping[str, str] | None = None
+) -> None:
     """Write one image (C, H, W) in uint8, with ``texts`` by keyword as chunks of the PNG."""
     array, info = pixels.permute(1, 2, 0).numpy(), PngInfo()
     for key, text in (texts or {}).items():

@@ -79,11 +79,15 @@ def partition(
     for folder in folders:
         # A partition's pictures and held-out images would be trained on, and a shard has no class folders.
         if (folder / PARTITION_FILE).is_file() or holds_shard(folder):
-            raise HddmError(f"{folder}: is already a partition or a shard; name the original images")
+            raise HddmError(
+                f"{folder}: is already a partition or a shard; name the original images"
+            )
         # As `hddm data digits` writes. The two are looked for first: a folder may hold a million images.
         train = folder / "train"
         if train.exists() and (folder / HELD_OUT).exists() and len(list(folder.iterdir())) == 2:
-            raise UsageError(f"{folder}: holds train and held_out; name {train}, and keep the rest for tests")
+            raise UsageError(
+                f"{folder}: holds train and held_out; name {train}, and keep the rest for tests"
+            )
     sources = [open_source(one, settings.caption_column, settings.label_column) for one in folders]
     source = pick(sources, settings.only.split(",") if settings.only else ())
     # Images that a shard needs to expect `MIN_IMAGES` on both sides.
@@ -97,7 +101,11 @@ def partition(
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(settings.features, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    passing = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) if cache is None else None
+    passing = (
+        TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent)
+        if cache is None
+        else None
+    )
     with passing or nullcontext(str(cache)) as place:
         found = compute_features(source, extractor, Path(place), settings.max_bad, replace_cache)
         fine = 0 if shard_of is not None else FINE_PER_SHARD * num_shards
@@ -126,7 +134,9 @@ def partition(
                 fine_clusters=fine,
                 seed=seed,
                 sizes=sizes,
-                hashes=_write_shards(source, found, assignment, is_held_out, num_shards, draft, cache),
+                hashes=_write_shards(
+                    source, found, assignment, is_held_out, num_shards, draft, cache
+                ),
                 held_out_share=held_out,
                 held_out=tuple(held) if held_out else (),
                 copies=len(found) - len(np.unique(found.pixels, axis=0)),
@@ -137,15 +147,23 @@ def partition(
     return [out / f"shard_{k}" for k in range(num_shards)]
 
 
-def _shard_of_class(source: ImageSource, classes: Sequence[Sequence[str]], num_shards: int) -> Indices:
+def _shard_of_class(
+    source: ImageSource, classes: Sequence[Sequence[str]], num_shards: int
+) -> Indices:
     """Shard of each class number; refuses ``classes`` that are not the source's, each once."""
     named = [name for names in classes for name in names]
-    if source.labels is None or sorted(named) != sorted(source.classes) or len(classes) != num_shards:
+    if (
+        source.labels is None
+        or sorted(named) != sorted(source.classes)
+        or len(classes) != num_shards
+    ):
         raise HddmError(
             f"{source.root}: its classes are {', '.join(source.classes) or 'unknown'}; name each of them in "
             f"one of {num_shards} shards, not {[*map(list, classes)]}"
         )
-    return np.array([next(k for k, names in enumerate(classes) if name in names) for name in source.classes])
+    return np.array(
+        [next(k for k, names in enumerate(classes) if name in names) for name in source.classes]
+    )
 
 
 def _write_shards(
@@ -159,7 +177,9 @@ def _write_shards(
 ) -> list[str]:
     """Write each shard and its held-out images; returns the hashes of the training shards."""
     parts = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
-    parts += [(k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()]
+    parts += [
+        (k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()
+    ]
     chosen = [np.flatnonzero((shard == k) & (held_out == is_kept)) for k, _, is_kept in parts]
     entries = [
         _write_images(source, features, rows, target, cache)
@@ -167,7 +187,9 @@ def _write_shards(
     ]
     hashes = [shard_hash(one, source.classes) for one in entries]
     of_all = hashlib.sha256("\n".join(hashes[:num_shards]).encode()).hexdigest()
-    for (k, target, is_kept), rows, images, digest in zip(parts, chosen, entries, hashes, strict=True):
+    for (k, target, is_kept), rows, images, digest in zip(
+        parts, chosen, entries, hashes, strict=True
+    ):
         shapes = features.shapes[rows]
         is_one_size = (shapes[:, :2] == shapes[0, :2]).all()
         manifest = ShardManifest(
@@ -202,7 +224,11 @@ def _write_images(
             link_or_copy(path, copy)
         sha256 = sha256_of(copy)
         if sha256 != features.files[place].tobytes().hex():
-            remedy = f"remove {cache}, or name another folder with `cache`" if cache else "partition again"
+            remedy = (
+                f"remove {cache}, or name another folder with `cache`"
+                if cache
+                else "partition again"
+            )
             text = f"changed since its features were computed; {remedy}"
             raise HddmError(f"{source.root / source.files[row]}: {text}")
         label = None if source.labels is None else int(source.labels[row])
@@ -218,7 +244,11 @@ _CLASSES = 12
 
 
 def write_report(
-    folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, record: PartitionRecord
+    folder: Path,
+    source: ImageSource,
+    features: ImageFeatures,
+    shard: Indices,
+    record: PartitionRecord,
 ) -> None:
     """Write ``report.html`` and its pictures; ``shard`` (M,) includes held-out images."""
     from hddm.utils.pages import templates

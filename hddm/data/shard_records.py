@@ -26,7 +26,14 @@ from hddm.data.sources.base import LARGEST_FILE, ImageSource, SourceImage
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, read_whole
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, OpenRecord, Record, read_record
+from hddm.utils.records import (
+    ENSEMBLE_FILE,
+    EXPERT_FILE,
+    ROUTER_FILE,
+    OpenRecord,
+    Record,
+    read_record,
+)
 
 FORMAT = "1.4"
 SHARD_FILE = "manifest.json"
@@ -292,7 +299,9 @@ def read_images_manifest(folder: Path) -> ShardManifest:
     """Manifest of a shard of images; raises as `read_manifest`, and for an encoded shard."""
     manifest = read_manifest(folder)
     if manifest.encoding is not None:
-        raise UsageError(f"{folder}: is an encoded shard, which holds no images; name the original shard")
+        raise UsageError(
+            f"{folder}: is an encoded shard, which holds no images; name the original shard"
+        )
     return manifest
 
 

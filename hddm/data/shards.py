@@ -70,7 +70,9 @@ class Rows:
         where = torch.searchsorted(self._ends, rows, right=True)
         for k in where.unique().tolist():
             here = where == k
-            taken[here] = self.parts[k][rows[here] - (int(self._ends[k]) - len(self.parts[k]))].to(dtype)
+            taken[here] = self.parts[k][rows[here] - (int(self._ends[k]) - len(self.parts[k]))].to(
+                dtype
+            )
         return taken
 
 
@@ -138,7 +140,9 @@ class Samples:
 
     def shard_of(self, rows: Tensor) -> Tensor:
         """Place of the shard of each of ``rows`` (n,)."""
-        return torch.searchsorted(torch.tensor(self.sizes or [len(self)]).cumsum(0), rows, right=True)
+        return torch.searchsorted(
+            torch.tensor(self.sizes or [len(self)]).cumsum(0), rows, right=True
+        )
 
     def digest(self, row: int) -> bytes:
         """SHA-256 of the pixels or means, equal exactly for equal samples."""
@@ -149,7 +153,10 @@ class Samples:
 def join_samples(parts: Sequence[Samples]) -> Samples:
     """The samples of ``parts`` that have one shape and VAE, one after the other."""
     names = set.intersection(*(set(one.tensors) for one in parts))
-    rows = {name: Rows(tuple(part for one in parts for part in one.tensors[name].parts)) for name in names}
+    rows = {
+        name: Rows(tuple(part for one in parts for part in one.tensors[name].parts))
+        for name in names
+    }
     return Samples(rows, parts[0].vae, tuple(map(len, parts)))
 
 
@@ -212,7 +219,11 @@ class Shard:
         return self.take(torch.arange(len(self)))
 
     def take(
-        self, rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None, own: Own = ALL
+        self,
+        rows: Tensor,
+        noise: torch.Generator | None = None,
+        flip: Tensor | None = None,
+        own: Own = ALL,
     ) -> Tensor:
         """Samples (n, C, H, W) in model space, float32, at indices ``rows`` (n,).
 
@@ -245,7 +256,9 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
         if sum(one.rows for one in manifest.data) != len(entries):
             raise HddmError(f"{folder}: its data are not of {len(entries)} images; encode again")
         if manifest.null is not None and TOKENS in layout:
-            null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
+            null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][
+                0
+            ].float()
             texts = TokenStore(tensors[TOKENS], null)
         verified.keep()
     else:
@@ -290,7 +303,9 @@ def layout_of(
     return layout
 
 
-def _open(folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache) -> Mapping[str, Tensor]:
+def _open(
+    folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache
+) -> Mapping[str, Tensor]:
     path = inside(folder, file.file)
     if not verified.matches(file.file, file.sha256):
         raise HddmError(f"{folder / file.file}: changed since it was encoded; copy the shard again")
@@ -298,7 +313,9 @@ def _open(folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache
     expected = {name: ((file.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if found != expected:
-        raise HddmError(f"{folder / file.file}: holds {found}, not {expected}; encode the shard again")
+        raise HddmError(
+            f"{folder / file.file}: holds {found}, not {expected}; encode the shard again"
+        )
     return tensors
 
 
@@ -310,7 +327,10 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
     `HddmError` for shards that differ in shape, classes, VAE, text encoder or partition.
     """
     first = shards[0]
-    if len({(one.shape, one.classes, one.vae, one.text_encoder, one.partition) for one in shards}) > 1:
+    if (
+        len({(one.shape, one.classes, one.vae, one.text_encoder, one.partition) for one in shards})
+        > 1
+    ):
         text = "its shards differ in shape, classes, VAE, text encoder or partition"
         raise HddmError(f"{folder}: {text}")
     labels = [one.labels for one in shards if one.labels is not None]

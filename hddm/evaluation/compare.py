@@ -114,7 +114,9 @@ class Contrast:
     @property
     def why_not(self) -> str | None:
         """Reason why there is no verdict with any number of seeds."""
-        return self.why or ("too few images" if self.ours.few_images or self.base.few_images else None)
+        return self.why or (
+            "too few images" if self.ours.few_images or self.base.few_images else None
+        )
 
     @property
     def trainings(self) -> int:
@@ -173,7 +175,9 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
             half = math.hypot(one.ours.half_width or 0, one.base.half_width or 0)
             interval = gap - half, gap + half
         found.append(
-            GapVerdict(gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why)
+            GapVerdict(
+                gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why
+            )
         )
     return found
 
@@ -187,9 +191,15 @@ def _judged(one: Contrast, interval: tuple[float, float] | None) -> Judgement:
     return "better" if (high < 0) == (one.better == "lower") else "worse"
 
 
-_SIGNS = "± is the half-width of the 95 % interval over images, s the standard deviation over results."
+_SIGNS = (
+    "± is the half-width of the 95 % interval over images, s the standard deviation over results."
+)
 
-SPLITS: dict[Split, str] = {"training": "training", "validation": "validation", "held_out": "held-out"}
+SPLITS: dict[Split, str] = {
+    "training": "training",
+    "validation": "validation",
+    "held_out": "held-out",
+}
 """Names of splits in texts."""
 
 
@@ -224,7 +234,9 @@ def figure_rows(groups: Sequence[ResultGroup]) -> list[FigureRow]:
     ]
     judged = iter(verdicts(contrasts, by_images=True))
     return [
-        replace(line, verdicts=tuple(next(judged) if line.better else None for _ in line.figures[1:]))
+        replace(
+            line, verdicts=tuple(next(judged) if line.better else None for _ in line.figures[1:])
+        )
         for line in found
     ]
 
@@ -270,7 +282,9 @@ def _figure_of(result: Result, path: str) -> Figure | None:
 
 def _entry(items: tuple[Any, ...], key: str) -> Any:
     """The entry of a split or of a domain."""
-    named = (one for one in items if key in (getattr(one, "split", None), getattr(one, "domain", None)))
+    named = (
+        one for one in items if key in (getattr(one, "split", None), getattr(one, "domain", None))
+    )
     return next(named, None)
 
 
@@ -279,14 +293,20 @@ def table(groups: Sequence[ResultGroup]) -> str:
     names = [group.name for group in groups]
     heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
     found = figure_rows(groups)
-    rows = [[_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)] for line in found]
+    rows = [
+        [_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)] for line in found
+    ]
     judged = sum(
-        one is not None and min(base.trainings, ours.trainings) >= FEWEST_SEEDS and one.interval is not None
+        one is not None
+        and min(base.trainings, ours.trainings) >= FEWEST_SEEDS
+        and one.interval is not None
         for line in found
         for base in line.figures[:1]
         for ours, one in zip(line.figures[1:], line.verdicts, strict=True)
     )
-    return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, _notes(groups, judged))])
+    return "\n".join(
+        [*markdown_table(heads, rows, "left"), "", *map(escaped, _notes(groups, judged))]
+    )
 
 
 def summary(group: ResultGroup) -> str:
@@ -309,9 +329,14 @@ def escaped(text: str) -> str:
     return " ".join(text.splitlines()).replace("<", "&lt;").replace("|", "\\|")
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right") -> list[str]:
+def markdown_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right"
+) -> list[str]:
     """Lines of a Markdown table, aligned for terminals; the first column is left-aligned."""
-    heads, rows = [escaped(head) for head in heads], [[escaped(cell) for cell in row] for row in rows]
+    heads, rows = (
+        [escaped(head) for head in heads],
+        [[escaped(cell) for cell in row] for row in rows],
+    )
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -349,7 +374,9 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
     notes = [_SIGNS]
     if judged:
         paired = len({frozenset(result.seed for result in group.results) for group in groups}) == 1
-        how = "paired by the names of files or seeds" if paired else "not paired, as the names differ"
+        how = (
+            "paired by the names of files or seeds" if paired else "not paired, as the names differ"
+        )
         notes.append(
             f"Noise: the 95 % interval of the gap over trainings (Student's t), {how}, corrected for "
             f"{judged} comparisons (Holm)."
@@ -361,7 +388,9 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
         )
     for group in groups:
         if group.is_one_model:
-            notes.append(f"All results of {group.name} are of one model: s is over sampling seeds alone.")
+            notes.append(
+                f"All results of {group.name} are of one model: s is over sampling seeds alone."
+            )
         if None in group.sources:
             notes.append(f"How the images of {group.name} were sampled is not recorded.")
     return notes
@@ -383,9 +412,19 @@ def _empty_rows(contents: Sequence[Evaluation]) -> list[FigureRow]:
     """The rows of a table before values are filled in: add a new score here."""
     splits = dict.fromkeys(one.split for content in contents for one in content.splits)
     scores: tuple[tuple[str, str, Better, str], ...] = (
-        ("Fréchet distance to", "distance", "lower", "difference of the distributions; lower is better"),
+        (
+            "Fréchet distance to",
+            "distance",
+            "lower",
+            "difference of the distributions; lower is better",
+        ),
         ("kernel distance to", "kernel", "lower", "the same, fair for few images; lower is better"),
-        ("precision on", "overlap.precision", "higher", "share of samples that look like these images"),
+        (
+            "precision on",
+            "overlap.precision",
+            "higher",
+            "share of samples that look like these images",
+        ),
         ("recall on", "overlap.recall", "higher", "share of these images with a sample close by"),
     )
     found = [
@@ -394,7 +433,9 @@ def _empty_rows(contents: Sequence[Evaluation]) -> list[FigureRow]:
         for split in splits
     ]
     found.append(
-        FigureRow("diversity against training images", "diversity", says="1 is as varied as they are")
+        FigureRow(
+            "diversity against training images", "diversity", says="1 is as varied as they are"
+        )
     )
     says = "between two images of a class or prompt"
     found.append(FigureRow("distance within conditions", "within_conditions.images", says=says))
@@ -404,6 +445,11 @@ def _empty_rows(contents: Sequence[Evaluation]) -> list[FigureRow]:
     for domain in (one.domain for one in contents[0].domains):
         found.append(FigureRow(f"share of {domain}", f"domains.{domain}.share"))
         for split in splits:
-            title, path = f"{SPLITS[split]} images of {domain}", f"domains.{domain}.splits.{split}.distance"
-            found.append(FigureRow(f"Fréchet distance to {title}", path, "lower", "lower is better"))
+            title, path = (
+                f"{SPLITS[split]} images of {domain}",
+                f"domains.{domain}.splits.{split}.distance",
+            )
+            found.append(
+                FigureRow(f"Fréchet distance to {title}", path, "lower", "lower is better")
+            )
     return [*found, FigureRow("training, 1e12 operations", "training_tflop")]

@@ -62,10 +62,14 @@ def evaluate(
         text = "exists, or is in no writable folder; choose another file"
         raise HddmError(f"`save_classifier` {save}: {text}")
     if settings.held_out is not None and settings.validation is not None:
-        raise UsageError("`held_out` and `validation`: settings are chosen by one and confirmed by the other")
+        raise UsageError(
+            "`held_out` and `validation`: settings are chosen by one and confirmed by the other"
+        )
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
     paths |= {"validation": settings.validation, "held_out": settings.held_out}
-    found = read_data({role: path for role, path in paths.items() if path is not None}, settings.max_bad)
+    found = read_data(
+        {role: path for role, path in paths.items() if path is not None}, settings.max_bad
+    )
     groups = alike(found)
     samples, training = groups["images"].images, groups["reference"].images
     counts = [group.record.images for group in groups.values()]
@@ -75,11 +79,15 @@ def evaluate(
         # Checked before minutes of training: for so few images, auto can only take a classifier.
         has_few(FEATURES, counts, allow_few)
     extractor = open_extractor(features, training, min(counts))
-    reasons = _reasons(counts, extractor.record.dimensions, sampling, len(groups["images"].record.skipped))
+    reasons = _reasons(
+        counts, extractor.record.dimensions, sampling, len(groups["images"].record.skipped)
+    )
     has_few(extractor.record.dimensions, counts, allow_few)
     sides = [_side(role, groups, of_classes or bool(domain)) for role in groups if role != "images"]
     if domain and (extractor.classifier is None or any(side.labels is None for side in sides)):
-        raise HddmError("`domain`: needs a classifier's features, and class folders of the same classes")
+        raise HddmError(
+            "`domain`: needs a classifier's features, and class folders of the same classes"
+        )
     scorer = Scorer(
         extractor,
         sides,
@@ -99,8 +107,14 @@ def evaluate(
         features=extractor.record,
         data=EvaluationData(**{role: group.record for role, group in groups.items()}),
         sampling=sampling,
-        settings={"resamples": RESAMPLES, **settings.model_dump(include={"allow_few", "mirrored", "brief"})},
-        versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        settings={
+            "resamples": RESAMPLES,
+            **settings.model_dump(include={"allow_few", "mirrored", "brief"}),
+        },
+        versions={
+            "python": platform.python_version(),
+            **{name: version(name) for name in _PACKAGES},
+        },
         comparable=not reasons,
         reasons=tuple(reasons),
     )
@@ -123,7 +137,9 @@ def _numbers(domains: Mapping[str, Sequence[str]], classes: Sequence[str]) -> di
     """Class numbers by domain; refuses classes that the training images do not have."""
     for domain, names in domains.items():
         if unknown := sorted(set(names) - set(classes)):
-            raise HddmError(f"`domain` {domain}: no class {unknown[0]}; classes are {', '.join(classes)}")
+            raise HddmError(
+                f"`domain` {domain}: no class {unknown[0]}; classes are {', '.join(classes)}"
+            )
     return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
 
 
@@ -133,7 +149,9 @@ def _reasons(
     """Reasons why a result compares with no other."""
     reasons = []
     if has_few(dimensions, counts):
-        reasons.append(f"too few images: {dimensions} features, and sides of {', '.join(map(str, counts))}")
+        reasons.append(
+            f"too few images: {dimensions} features, and sides of {', '.join(map(str, counts))}"
+        )
     sampled = None if sampling is None else sampling.num_images
     if sampled is not None and sampled != counts[0]:
         reasons.append(f"unequal counts: {sampled} images were sampled and there are {counts[0]}")

@@ -210,7 +210,9 @@ def classifier_of(training: ImageSet) -> FeatureClassifier:
         text = "has no class folders to train a classifier on; use `features` inception"
         raise HddmError(f"{training.root}: {text}")
     labels = training.labels.tolist()
-    content = [(one.numpy().tobytes(), tag) for one, tag in zip(training.pixels, labels, strict=True)]
+    content = [
+        (one.numpy().tobytes(), tag) for one, tag in zip(training.pixels, labels, strict=True)
+    ]
     order = sorted(range(len(content)), key=content.__getitem__)
     return train_classifier(to_unit_range(training.pixels[order]), training.labels[order])
 
@@ -264,7 +266,9 @@ def inception_features(weights: Path, device: str) -> FeatureFunction:
     from cleanfid.inception_torchscript import InceptionV3W
     from cleanfid.resize import build_resizer
 
-    network = InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval().to(device)
+    network = (
+        InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval().to(device)
+    )
     resized = build_resizer("clean")
 
     @torch.no_grad()
@@ -272,7 +276,9 @@ def inception_features(weights: Path, device: str) -> FeatureFunction:
         colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
         batches = []
         for start in range(0, len(colour), _BATCH):
-            ready = np.stack([resized(np.ascontiguousarray(i)) for i in colour[start : start + _BATCH]])
+            ready = np.stack(
+                [resized(np.ascontiguousarray(i)) for i in colour[start : start + _BATCH]]
+            )
             pixels = torch.from_numpy(ready).permute(0, 3, 1, 2).float().to(device)
             batches.append(network(pixels).float().cpu())
         return torch.cat(batches)

@@ -27,7 +27,11 @@ Role = Literal["images", "reference", "validation", "held_out"]
 """Role of a path: samples, training images, or images that no model was trained on."""
 _FRESH: tuple[Role, ...] = ("validation", "held_out")
 """Roles of images that no model was trained on."""
-_KNOWN: dict[Role, str] = {"reference": "training", "validation": "validation", "held_out": "held-out"}
+_KNOWN: dict[Role, str] = {
+    "reference": "training",
+    "validation": "validation",
+    "held_out": "held-out",
+}
 """Roles of real images, of which each image has one only, and their names in texts."""
 
 
@@ -87,7 +91,11 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     reference, validation and held-out.
     """
     for role in _FRESH:
-        if "images" in paths and role in paths and paths[role].resolve() == paths["images"].resolve():
+        if (
+            "images" in paths
+            and role in paths
+            and paths[role].resolve() == paths["images"].resolve()
+        ):
             # Real images in the place of samples are read once, and so are the same in both roles.
             others: dict[Role, Path] = {one: path for one, path in paths.items() if one != "images"}
             groups = read_data(others, max_bad)
@@ -105,7 +113,8 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
         raise too_many_bad(", ".join(places), reasons, max_bad)
     _refuse_shared(paths, read)
     return {
-        role: _group(paths[role], read[role], sources[role][0][1].classes, tuple(bad[role])) for role in paths
+        role: _group(paths[role], read[role], sources[role][0][1].classes, tuple(bad[role]))
+        for role in paths
     }
 
 
@@ -129,10 +138,15 @@ def _are_apart(reference: Path, fresh: Path) -> bool:
     Equal images are then on one side. Some may be equal as they are encoded, though not at their full size:
     `hddm.evaluation.measures.Memorisation` counts those.
     """
-    training = {(one.partition, one.held_out_of is None) for one in _manifests(reference, "reference")}
+    training = {
+        (one.partition, one.held_out_of is None) for one in _manifests(reference, "reference")
+    }
     held_out = {(one.partition, one.held_out_of is None) for one in _manifests(fresh, "held_out")}
     partition = next((one for one, _ in training), None)
-    return partition is not None and (training, held_out) == ({(partition, True)}, {(partition, False)})
+    return partition is not None and (training, held_out) == (
+        {(partition, True)},
+        {(partition, False)},
+    )
 
 
 def _manifests(root: Path, role: Role) -> list[ShardManifest]:
@@ -152,7 +166,9 @@ def _group(
     digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
     digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
     shape = tuple(pixels.shape[1:])
-    record = DataRecord(path=str(root), images=len(names), hash=digest, shape=shape, skipped=skipped)
+    record = DataRecord(
+        path=str(root), images=len(names), hash=digest, shape=shape, skipped=skipped
+    )
     return ImageGroup(ImageSet(root, names, pixels, tensor, classes), record)
 
 
@@ -223,7 +239,9 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
     """What holds the images at ``root``, each with the beginning of its images' names."""
     found = list[tuple[str, Shard | ImageSource]]()
     for folder in _shards(root, role):
-        source = open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder)
+        source = (
+            open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder)
+        )
         found.append(("" if folder == root else f"{folder.relative_to(root).as_posix()}/", source))
         if isinstance(source, Shard) and source.space != "pixels":
             text = "holds latents, and figures are of pixels; name the partition of images"
@@ -244,7 +262,9 @@ def _read(
         for row in range(len(source)):
             pixels = source.stored.main.take(torch.tensor([row]))[0].permute(1, 2, 0).numpy()
             label = None if source.labels is None else int(source.labels[row])
-            yield ReadImage(f"{prefix}{row}", pixels[..., 0] if pixels.shape[2] == 1 else pixels, label)
+            yield ReadImage(
+                f"{prefix}{row}", pixels[..., 0] if pixels.shape[2] == 1 else pixels, label
+            )
         return
     for row, name in enumerate(source.files):
         path = source.root / name
@@ -254,6 +274,8 @@ def _read(
             bad[f"{prefix}{name}"] = error.message
             continue
         if are_samples and image.format in ("JPEG", "MPO"):
-            raise HddmError(f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG")
+            raise HddmError(
+                f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG"
+            )
         label = None if source.labels is None else source.labels[row]
         yield ReadImage(f"{prefix}{name}", image.pixels, label)

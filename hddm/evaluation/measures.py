@@ -74,7 +74,9 @@ class Distance(OpenRecord):
     """True if one side has no more images than features, so the distance does not compare."""
 
 
-def measure(features: Features, reference: Features, resamples: int = 100, seed: int = 0) -> Distance:
+def measure(
+    features: Features, reference: Features, resamples: int = 100, seed: int = 0
+) -> Distance:
     """Fréchet distance of ``features`` (n, d) from ``reference`` (m, d).
 
     The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``: the variation
@@ -84,7 +86,9 @@ def measure(features: Features, reference: Features, resamples: int = 100, seed:
     target = Gaussian.of(reference)
     draws = np.random.default_rng(stream(seed, Use.BOOTSTRAP))
     resampled = [
-        frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
+        frechet_distance(
+            Gaussian.of(features[draws.integers(len(features), size=len(features))]), target
+        )
         for _ in range(resamples)
     ]
     spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else None
@@ -118,7 +122,11 @@ class KernelDistance(OpenRecord):
 
 
 def kernel_distance(
-    features: Features, reference: Features, subsets: int = 100, subset_size: int = 1000, seed: int = 0
+    features: Features,
+    reference: Features,
+    subsets: int = 100,
+    subset_size: int = 1000,
+    seed: int = 0,
 ) -> KernelDistance:
     """KID: mean of `squared_mmd` over random subsets of at most ``subset_size`` images per side.
 
@@ -131,7 +139,9 @@ def kernel_distance(
     size = min(len(features), len(reference), subset_size)
     repeats = 1 if size == len(features) == len(reference) else subsets
     values = [
-        squared_mmd(*(side[draws.choice(len(side), size, replace=False)] for side in (features, reference)))
+        squared_mmd(
+            *(side[draws.choice(len(side), size, replace=False)] for side in (features, reference))
+        )
         for _ in range(repeats)
     ]
     error = _standard_error(features, reference, subset_size, draws)
@@ -181,7 +191,11 @@ class PrecisionRecall(OpenRecord):
 
 
 def precision_recall(
-    features: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS, most: int = MOST_IMAGES, seed: int = 0
+    features: Tensor,
+    reference: Tensor,
+    neighbours: int = NEIGHBOURS,
+    most: int = MOST_IMAGES,
+    seed: int = 0,
 ) -> PrecisionRecall:
     """Improved precision and recall.
 
@@ -254,7 +268,9 @@ def diversity(features: Tensor, reference: Tensor) -> float:
 
 def _mean_pair_distance(rows: Tensor) -> float:
     if len(rows) > MOST_ROWS:
-        rows = rows[torch.randperm(len(rows), generator=generator(0, Use.DIVERSITY_ROWS))[:MOST_ROWS]]
+        rows = rows[
+            torch.randperm(len(rows), generator=generator(0, Use.DIVERSITY_ROWS))[:MOST_ROWS]
+        ]
     return torch.pdist(rows.float()).mean().item()
 
 

@@ -50,7 +50,9 @@ class Evaluation(Scores):
         said = [f"{self.images} images"]
         for side in self.splits:
             if side.distance is not None:
-                said.append(f"distance {side.distance.value:.4g} to {side.split.replace('_', '-')} images")
+                said.append(
+                    f"distance {side.distance.value:.4g} to {side.split.replace('_', '-')} images"
+                )
         if not self.comparable:
             said.append(f"not comparable ({'; '.join(self.reasons)})")
         return f"<Evaluation: {', '.join(said)}>"
@@ -106,7 +108,16 @@ def read_result(path: Path) -> Evaluation:
     return read_record(path, Evaluation, FORMAT)
 
 
-OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "offload", "max_memory"}
+OWN = {
+    "source",
+    "source_sha256",
+    "seed",
+    "start",
+    "num_images",
+    "batch_size",
+    "offload",
+    "max_memory",
+}
 OWN |= {"format", "hddm"}
 """Fields of the sampling record that differ by model or seed, or change no image."""
 _DATA = ("reference", "validation", "held_out")
@@ -143,7 +154,11 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
             lines.append(f"{name}: {values}")
     if lines:
         is_mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
-        remedy = "; `varies` NAME declares a sampling setting that differs on purpose" if is_mended else ""
+        remedy = (
+            "; `varies` NAME declares a sampling setting that differs on purpose"
+            if is_mended
+            else ""
+        )
         raise HddmError(f"these results do not compare{remedy}", lines)
 
 

@@ -196,7 +196,11 @@ class Scorer:
             training = torch.from_numpy(self._known[0])
             real_overlap = precision_recall(training, torch.from_numpy(known), most=overlap.images)
         return SplitScores(
-            split=split, distance=distance, kernel=kernel, overlap=overlap, real_overlap=real_overlap
+            split=split,
+            distance=distance,
+            kernel=kernel,
+            overlap=overlap,
+            real_overlap=real_overlap,
         )
 
     def _classified(self, features: Tensor, labels: Tensor | None) -> dict[str, Any]:
@@ -206,7 +210,9 @@ class Scorer:
             return {}
         probabilities = classifier.probabilities(features)
         real = classifier.probabilities(torch.from_numpy(self._known[-1]))
-        share, of_real = ((one.amax(1) > RECOGNISED).double().mean().item() for one in (probabilities, real))
+        share, of_real = (
+            (one.amax(1) > RECOGNISED).double().mean().item() for one in (probabilities, real)
+        )
         found = probabilities.argmax(1)
         names = self.classes or [str(k) for k in range(probabilities.shape[1])]
         counts = found.bincount(minlength=len(names)).tolist()
@@ -223,7 +229,9 @@ class Scorer:
                 more["label_accuracy"] = (found == labels).double().mean().item()
         return more
 
-    def _of_domain(self, name: str, features: Tensor, found: Tensor, classes: Tensor) -> DomainScores:
+    def _of_domain(
+        self, name: str, features: Tensor, found: Tensor, classes: Tensor
+    ) -> DomainScores:
         own, splits = features[torch.isin(found, classes)], []
         for side, known in zip(self.sides, self._known, strict=True):
             assert side.labels is not None

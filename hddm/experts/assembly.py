@@ -204,7 +204,10 @@ def change(
         everyone = with_decisions(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     # In place, the folder itself and not a link to it is exchanged.
-    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, experts, kept)
+    target, before = (
+        ensemble.resolve() if out is None else out,
+        Changed(ensemble, record, experts, kept),
+    )
     overwrite = out is None or overwrite
     return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
 
@@ -226,7 +229,9 @@ def _left(experts: Sequence[Expert], domains: Sequence[int], kept: Sequence[int]
         if share is not None:
             share = (share if are_parts else share / total) * before / now
         domain = one.member.domain if now == before else None
-        updated += with_decisions([one], class_shares=[{}], vae=[None], share=[share], domain=[domain])
+        updated += with_decisions(
+            [one], class_shares=[{}], vae=[None], share=[share], domain=[domain]
+        )
     return updated
 
 
@@ -248,7 +253,9 @@ def _kept_router(
     )
     if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
-        note = f"the router does not know the shard of {', '.join(unknown)} and is left out; {instead}"
+        note = (
+            f"the router does not know the shard of {', '.join(unknown)} and is left out; {instead}"
+        )
         return Routing(evidence=MOMENTS_EVIDENCE if can_route else None), [note]
     return Routing(ensemble / record.learned, is_new=False), []
 
@@ -337,7 +344,11 @@ def _fitting(
         compare_experts(experts, not routing.is_absent, found)
         chosen = {name: getattr(settings, name) for name in KEPT}
         given = {name: folder for name, folder in chosen.items() if folder is not None}
-        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
+        own = (
+            {}
+            if before is None
+            else {one: before.folder / one for one in components_in(before.folder)}
+        )
         components, experts = arrange(experts, given, own, _num_kept(before), found)
         if routing.folder is not None:
             experts = _with_outputs(experts, routing.folder, found)
@@ -348,7 +359,9 @@ def _fitting(
     if routing.evidence is not None:
         for folder in folders:
             if not (folder / CALIBRATION).is_file():
-                found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
+                found.differ(
+                    str(folder), "has no calibration, as `router` moments needs; run hddm calibrate"
+                )
     found.refuse()
     return components, experts
 
@@ -393,7 +406,9 @@ def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[st
 def foreign_pipeline(folder: Path) -> str | None:
     """How `PIPELINE_FILE` in an ensemble differs from hddm's; None for that, and without one."""
     path = folder / PIPELINE_FILE
-    if not (path.exists() or path.is_symlink()) or (path.is_file() and path.read_bytes() == PIPELINE_CODE):
+    if not (path.exists() or path.is_symlink()) or (
+        path.is_file() and path.read_bytes() == PIPELINE_CODE
+    ):
         return None
     return (
         f"{PIPELINE_FILE}: is not hddm's, and diffusers would run it; remove it, or replace it by hddm "
@@ -427,7 +442,9 @@ def _rest_of(before: Changed) -> list[tuple[Path, Path]]:
         if any(name.is_relative_to(one) for one in own) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
-            raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
+            raise HddmError(
+                f"{path}: is a link to a folder; put the folder itself there, or take it out"
+            )
         if path.is_file() or (path.is_dir() and not any(path.iterdir())):
             found.append((path, name))
     return found

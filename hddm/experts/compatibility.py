@@ -87,11 +87,17 @@ def _compare_class_names(experts: Sequence[Expert], found: Findings) -> None:
     named = next((one.name for one in experts if one.classes), None)
     for one in experts:
         if named is not None and one.record.takes_classes and not one.classes:
-            found.differ(one.name, f"numbers its classes, and {named} names them; name them by `classes`")
+            found.differ(
+                one.name, f"numbers its classes, and {named} names them; name them by `classes`"
+            )
 
 
 def router_outputs(
-    experts: Sequence[Expert], router: RouterRecord, total: int, found: Findings, name: str = "router"
+    experts: Sequence[Expert],
+    router: RouterRecord,
+    total: int,
+    found: Findings,
+    name: str = "router",
 ) -> list[int]:
     """The router's output for each expert: the one set by hand, else its shard's; fewer where some differ.
 
@@ -116,7 +122,9 @@ def router_outputs(
     if unmatched and (len(firsts) != total or set(chosen) != {None}):
         reason = "without a shard record" if hashes else "of a router that records no shards"
         problem = f"distinguishes {total} shards, and there are {len(firsts)} experts"
-        found.differ(name, f"{problem}; {', '.join(unmatched)} {reason} can only be matched by order")
+        found.differ(
+            name, f"{problem}; {', '.join(unmatched)} {reason} can only be matched by order"
+        )
         return []
     if unmatched and not hashes:
         found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
@@ -128,7 +136,9 @@ def router_outputs(
             if output is None:
                 continue
         elif one.name in unmatched and hashes:
-            found.note(f"{one.name} records no shard; by its place it gets output {place} of the router")
+            found.note(
+                f"{one.name} records no shard; by its place it gets output {place} of the router"
+            )
         assert output is not None
         outputs[domain] = output
         other = takers.setdefault(output, one)
@@ -137,21 +147,32 @@ def router_outputs(
             found.differ(one.name, f"takes output {output} of the router, and so does {other.name}")
     left = sorted(set(range(total)) - takers.keys())
     if left and not found.differences:
-        found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
+        found.note(
+            f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}"
+        )
     return [outputs[domain] for domain in domains if domain in outputs]
 
 
 def _output_of(
-    expert: Expert, shard: str, stated: int | None, hashes: Sequence[str], found: Findings, name: str
+    expert: Expert,
+    shard: str,
+    stated: int | None,
+    hashes: Sequence[str],
+    found: Findings,
+    name: str,
 ) -> int | None:
     """The output of the router ``name`` for an expert of a ``shard``; None if it does not know that one."""
     if shard not in hashes:
         problem = f"was trained on a shard that {name} does not know ({shard[:12]})"
-        found.differ(expert.name, f"{problem}; train a router on all shards and pass it with `router`")
+        found.differ(
+            expert.name, f"{problem}; train a router on all shards and pass it with `router`"
+        )
         return None
     own = hashes.index(shard)
     if stated not in (None, own):
-        found.differ(expert.name, f"was trained on the shard of output {own} of {name}, not {stated}")
+        found.differ(
+            expert.name, f"was trained on the shard of output {own} of {name}, not {stated}"
+        )
     return own
 
 

@@ -9,7 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
+from hddm.experts.ensemble_folders import (
+    COMPONENTS,
+    KEPT,
+    MOST_ENCODERS,
+    held_by,
+    kept_components,
+    numbered,
+)
 from hddm.experts.expert import Expert, experts_in, with_decisions
 from hddm.experts.parts import numbers_of, topics_of, vaes_of
 from hddm.fit import Findings
@@ -51,7 +58,11 @@ def components_of(expert: Path) -> dict[str, Path]:
 
 
 def arrange(
-    experts: Sequence[Expert], given: Mapping[str, Path], own: Mapping[str, Path], stay: int, found: Findings
+    experts: Sequence[Expert],
+    given: Mapping[str, Path],
+    own: Mapping[str, Path],
+    stay: int,
+    found: Findings,
 ) -> tuple[dict[str, Path], list[Expert]]:
     """Choose components by name: of those ``given``, of the ensemble's ``own``, and of what experts keep.
 
@@ -67,7 +78,9 @@ def arrange(
     encoders, experts = _arrange_texts(experts, given, own, kept, found)
     components = vaes | encoders
     for name in sorted(components.keys() - set(COMPONENTS)):
-        found.differ(str(components[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored")
+        found.differ(
+            str(components[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored"
+        )
     return components, experts
 
 
@@ -110,7 +123,9 @@ def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> No
     for one in experts:
         record = one.record
         if channels != record.sample_shape[0]:
-            found.differ(name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}")
+            found.differ(
+                name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}"
+            )
         unread = record.unread_vae
         if unread is not None:
             misfit = unread.misfit(vae)
@@ -122,7 +137,9 @@ def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> No
         elif record.vae is None:
             found.note(f"{one.name} does not record its VAE; taken on trust")
             if not replaced_by(vae.kind) and record.latent_scale not in (None, vae.scale):
-                found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")
+                found.differ(
+                    name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}"
+                )
         elif record.vae.kind != vae.kind:
             # A distilled VAE of the same latents has other weights and another scale of its own.
             kinds = f"{name} is {an(vae.kind)}, and {one.name} records {an(record.vae.kind)}"
@@ -171,7 +188,9 @@ def _arrange_texts(
     if topics is not None:
         readers = [one.record for one in known if one.record.fingerprint == topics.fingerprint]
         if not readers:
-            found.note("prompts are routed by p(k): the topics' text encoder is missing (`text_encoder`)")
+            found.note(
+                "prompts are routed by p(k): the topics' text encoder is missing (`text_encoder`)"
+            )
         elif readers[0] not in order:
             order.append(readers[0])
     encoders = {}
@@ -182,7 +201,9 @@ def _arrange_texts(
             if chosen.tokenizer is not None:
                 encoders[numbered("tokenizer", number)] = chosen.tokenizer
     if named is not None and named.folder not in encoders.values():
-        found.differ(str(named.folder), "is the text encoder of none of these experts; leave it out")
+        found.differ(
+            str(named.folder), "is the text encoder of none of these experts; leave it out"
+        )
     return encoders, experts
 
 

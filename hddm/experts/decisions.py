@@ -70,7 +70,9 @@ def _with_shares(experts: Sequence[Expert], given: Mapping[int, float]) -> list[
     now = _spread([given.get(k) for k in range(len(experts))], domains)
     if not given and len(known) == len(experts) and total > 0:
         now = [one / total for one in known]
-    now = _spread([old if new is None else new for new, old in zip(now, before, strict=True)], domains)
+    now = _spread(
+        [old if new is None else new for new, old in zip(now, before, strict=True)], domains
+    )
     _check_shares(experts, now)
     return with_decisions(experts, share=now)
 
@@ -89,18 +91,24 @@ def _check_shares(experts: Sequence[Expert], shares: Sequence[float | None]) -> 
     free = [one.name for one, share in zip(experts, shares, strict=True) if share is None]
     total = math.fsum(share for share in shares if share is not None)
     if free and total > 1 - SHARE_TOLERANCE:
-        raise UsageError(f"`share`: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
+        raise UsageError(
+            f"`share`: the shares sum to {total:g} and leave nothing for {', '.join(free)}"
+        )
     if not free and abs(total - 1) > SHARE_TOLERANCE:
         raise UsageError(f"`share`: the shares of all experts sum to {total:g}; they must sum to 1")
 
 
-def _by_index(given: Mapping[str, Value] | None, experts: Sequence[Expert], option: str) -> dict[int, Value]:
+def _by_index(
+    given: Mapping[str, Value] | None, experts: Sequence[Expert], option: str
+) -> dict[int, Value]:
     """Values by names of experts (`index_of`), by their indices; `HddmError` for an expert named twice."""
     found: dict[int, Value] = {}
     for name, value in (given or {}).items():
         k = index_of(name, experts, option)
         if k in found:
-            raise HddmError(f"{option} {one_line(name, 60)}: {experts[k].name} is named twice; name it once")
+            raise HddmError(
+                f"{option} {one_line(name, 60)}: {experts[k].name} is named twice; name it once"
+            )
         found[k] = value
     return found
 
@@ -156,10 +164,14 @@ def _names_of(given: ClassNames, expert: Expert) -> tuple[str, ...]:
     known, origin = expert.classes, f"`classes` {expert.name}"
     size = len(known) or expert.record.null_class
     if isinstance(given, Mapping):
-        given = _renamed(known or [str(number) for number in range(size or 0)], known, given, origin)
+        given = _renamed(
+            known or [str(number) for number in range(size or 0)], known, given, origin
+        )
     number = size if expert.record.takes_classes and size is not None else len(given)
     if given and not len(set(given)) == len(given) == number:
-        raise HddmError(f"{origin}: gives {len(set(given))} different names, and it takes {number} classes")
+        raise HddmError(
+            f"{origin}: gives {len(set(given))} different names, and it takes {number} classes"
+        )
     return tuple(given)
 
 

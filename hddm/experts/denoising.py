@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.shard_images import conditions_of, conditions_of_rows, evenly_spaced
-from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.schedules import (
+    CosineSchedule,
+    DiscreteSchedule,
+    LinearSchedule,
+    Schedule,
+    from_diffusers,
+)
 from hddm.utils.streams import Use, generator
 from hddm.velocity import TIME_SCALE, PredictionType, VelocityField
 
@@ -88,7 +94,10 @@ def denoising(
     """
     noise, given = generator(seed, Use.DENOISING), conditions or {}
     low, high = field.noise_range
-    times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]
+    times, ends = (
+        [low + (high - low) * share for share in TIMES],
+        [t for t in LATE_TIMES if low <= t <= high],
+    )
     early = torch.tensor([time < START for time in times])
     levels, late = (velocity_errors(field, images, given, one, noise) for one in (times, ends))
     lows = levels[early]
@@ -108,7 +117,9 @@ def velocity_errors(
     """Return errors (times, 3, images) of the expert, the Gaussian and v = 0."""
     number = len(images)
     total = images.double().sum(0)
-    variance = (images.double() - total / number).square().sum().item() / ((number - 1) * images[0].numel())
+    variance = (images.double() - total / number).square().sum().item() / (
+        (number - 1) * images[0].numel()
+    )
     errors = torch.zeros(len(times), 3, number, dtype=torch.float64)
     velocity: Callable[..., Tensor] = field.velocity
     for rows in torch.arange(number).split(_BATCH):
@@ -203,12 +214,20 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     rows, (low, high) = evenly_spaced(shard, READ_IMAGES), field.noise_range
     if len(rows) < 2:
         return Judgement(None, is_shown=False)
-    given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
+    given, images = (
+        conditions_of_rows(rows, conditions_of(shard, field), shard, field),
+        shard.take(rows),
+    )
     times = [low + (high - low) * share for share in TIMES[::2]]
     scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
     for one in (field.schedule, *usual_schedules()):
-        scales += [(one, 1.0)] if isinstance(one, DiscreteSchedule) else [(one, 1.0), (one, TIME_SCALE)]
-    fits, network = list[tuple[float, list[tuple[str, str]], list[Tensor]]](), _Cached(field.network)
+        scales += (
+            [(one, 1.0)] if isinstance(one, DiscreteSchedule) else [(one, 1.0), (one, TIME_SCALE)]
+        )
+    fits, network = (
+        list[tuple[float, list[tuple[str, str]], list[Tensor]]](),
+        _Cached(field.network),
+    )
 
     def errors_of(reading: VelocityField) -> Tensor:
         return velocity_errors(reading, images, given, times, generator(seed, Use.DENOISING))
@@ -219,7 +238,9 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     for (schedule, scale), kind in itertools.product(scales, PredictionType):
         if kind is PredictionType.FLOW_PREDICTION and isinstance(schedule, DiscreteSchedule):
             continue
-        other = VelocityField(network, schedule, kind, scale, field.calibration, field.conditions, nulls)
+        other = VelocityField(
+            network, schedule, kind, scale, field.calibration, field.conditions, nulls
+        )
         low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
         covered = torch.tensor([low <= time <= high for time in times])
         pair = [of[covered] for of in (recorded, errors_of(other))]

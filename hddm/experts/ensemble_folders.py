@@ -31,11 +31,25 @@ from hddm.networks.components import STEM as VAE_STEM
 from hddm.networks.encoders import READ_TEXT_ENCODERS, READ_VAES, TOKENIZERS
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.networks.prompts import encoder_classes, index_content, refuse_other_parts, several_in, zeros_in
+from hddm.networks.prompts import (
+    encoder_classes,
+    index_content,
+    refuse_other_parts,
+    several_in,
+    zeros_in,
+)
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
-from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
+from hddm.utils.files import (
+    alone,
+    inside,
+    is_draft,
+    link_or_copy,
+    new_folder,
+    read_json,
+    write_json,
+)
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     HASHES,
@@ -169,7 +183,8 @@ class EnsembleRecord(Record):
 
     oldest: ClassVar[str] = "2.0"
     remedy = (
-        "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router --out NEW"
+        "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router "
+        "--out NEW"
     )
 
     format: str = ENSEMBLE_FORMAT
@@ -211,7 +226,9 @@ def read_ensemble_record(folder: Path) -> EnsembleRecord:
             for file in (folder / name).glob("*"):
                 inside(folder, file.relative_to(folder).as_posix())
         except HddmError as error:
-            raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
+            raise HddmError(
+                f"{origin}: names {name!r}, outside the folder; refused ({error})"
+            ) from error
     return record
 
 
@@ -235,7 +252,9 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
     for key, value in content.items():
         if key not in CLASSES and key not in _RECORDS:
             near = did_you_mean(key, CLASSES)
-            raise HddmError(f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused")
+            raise HddmError(
+                f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused"
+            )
     return {name: _class_of(path, name, content.get(name)) for name in CLASSES}
 
 
@@ -262,7 +281,9 @@ def _class_of(path: Path, component: str, value: object) -> ClassName | None:
         if value == list(known):
             return known
     options = " or ".join(str(list(known)) for known in CLASSES[component])
-    raise HddmError(f"{path}: {component} is {one_line(repr(value))}, and may be {options}; refused")
+    raise HddmError(
+        f"{path}: {component} is {one_line(repr(value))}, and may be {options}; refused"
+    )
 
 
 def write_scheduler(folder: Path, shift: float) -> None:
@@ -398,11 +419,16 @@ def refuse_damaged_ensemble(folder: Path, record: EnsembleRecord, experts: Colle
     Only ``experts``, by index, are checked; the folders of the others are not opened.
     """
     left_out = tuple(f"{one.folder}/" for k, one in enumerate(record.experts) if k not in experts)
-    refuse_damaged(folder, damage(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out)))
+    refuse_damaged(
+        folder, damage(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out))
+    )
 
 
 def write_ensemble_records(
-    draft: Path, record: EnsembleRecord, components: Mapping[str, ClassName], bases: Mapping[str, Path]
+    draft: Path,
+    record: EnsembleRecord,
+    components: Mapping[str, ClassName],
+    bases: Mapping[str, Path],
 ) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
@@ -434,7 +460,9 @@ REPLACE_SECONDS = 60.0
 """Seconds to wait for another process that replaces the same ensemble."""
 
 
-def replace_file(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
+def replace_file(
+    folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]
+) -> None:
     """Replace the file ``name`` of an expert folder, with the folder or the ensemble around it as a whole.
 
     ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
@@ -445,7 +473,10 @@ def replace_file(folder: Path, record: ExpertRecord, name: str, save: Callable[[
     whole = ensemble_around(target) or target
     kind = EXPERT_FILE if whole == target else ENSEMBLE_FILE
     # Another expert of the same ensemble may be calibrated at the same time.
-    with alone(whole, REPLACE_SECONDS), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
+    with (
+        alone(whole, REPLACE_SECONDS),
+        new_folder(whole, kind, overwrite=True, is_locked=True) as draft,
+    ):
         _link_all(whole, draft)
         own = draft / target.relative_to(whole)
         for one in (name, EXPERT_FILE, MANIFEST):

@@ -212,7 +212,9 @@ def as_field(
             weak=None if weak is None else as_field(expert, weak),
             noise_range=record.noise_range,
             sampling_steps=record.sampling_steps,
-            inner_guidance=record.training.get("guidance_scale", 1.0) if record.sampling_steps else 1.0,
+            inner_guidance=record.training.get("guidance_scale", 1.0)
+            if record.sampling_steps
+            else 1.0,
         )
     except HddmError as error:
         raise HddmError(f"{expert.name}: {error}") from error
@@ -307,6 +309,10 @@ def _refuse_other_config(folder: Path, record: ExpertRecord, network: ModelMixin
             null = classes - 1 if interface.null_class is None else interface.null_class
             stated["null_class"], found["null_class"] = record.null_class, null
         stated["classes"], found["classes"] = len(record.classes), min(len(record.classes), classes)
-    differing = [f"{key} {one}, not {found[key]}" for key, one in stated.items() if one != found[key]]
+    differing = [
+        f"{key} {one}, not {found[key]}" for key, one in stated.items() if one != found[key]
+    ]
     if differing:
-        raise HddmError(f"{folder}: expert.json says {'; '.join(differing)}, which config.json says")
+        raise HddmError(
+            f"{folder}: expert.json says {'; '.join(differing)}, which config.json says"
+        )

@@ -107,7 +107,9 @@ class ExpertSet(nn.Module):
         memory.
         """
         if mode == "disk" and any(expert.folder is None for expert in self._experts):
-            raise HddmError("offload disk: these experts are in memory only; load them from folders")
+            raise HddmError(
+                "offload disk: these experts are in memory only; load them from folders"
+            )
         shelf = Shelf(mode, budget)
         shelf.together = self._together
         for network in self._networks:
@@ -140,16 +142,22 @@ class ExpertSet(nn.Module):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             # Only an adapter is compared: the folder of another expert may be gone once its weights are read.
-            keeps_adapter = expert.record.adapter is not None and not _is_changed(expert, field.dtype)
+            keeps_adapter = expert.record.adapter is not None and not _is_changed(
+                expert, field.dtype
+            )
             save_expert(target, expert, field.dtype, keeps_adapter)
 
 
-def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
+def _on_demand(
+    expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
+) -> VelocityField:
     """An expert as a velocity field whose weights are read when first needed."""
     weak = None
     network = stored(expert.unread, expert.record, expert.name, dtype, device, shelf)
     if expert.weak is not None:
-        weak = stored(expert.weak, expert.record, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf)
+        weak = stored(
+            expert.weak, expert.record, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf
+        )
     return as_field(expert, network, weak)
 
 

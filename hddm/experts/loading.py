@@ -85,7 +85,9 @@ def load(
         raise UsageError(f"`dtype={dtype!r}`: {choose(dtype, get_args(DtypeName))}")
     number_type: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if not (folder / EXPERT_FILE).exists():
-        return open_ensemble(folder, number_type, experts).on(device, number_type, offload, max_memory)
+        return open_ensemble(folder, number_type, experts).on(
+            device, number_type, offload, max_memory
+        )
     bases = None if base is None else bases_in([Path(base)])
     return field_of(open_expert(folder, bases).read(number_type), device)
 
@@ -128,7 +130,9 @@ class OpenedEnsemble:
         return ensemble_of(self.expert_set(device, dtype, offload, max_memory), self.router)
 
 
-def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
+def open_ensemble(
+    folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None
+) -> OpenedEnsemble:
     """Open an ensemble folder, the Paris release, or an expert folder as an ensemble of one.
 
     ``dtype`` is the router's; ``experts`` are the indices to take, in this order; of the others only the
@@ -138,14 +142,20 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         expert = open_expert(folder)
         low, high = expert.record.noise_range
         if (low, high) != WHOLE:
-            raise HddmError(f"{folder}: is made for t in {low:g}:{high:g} alone; sample it in an ensemble")
+            raise HddmError(
+                f"{folder}: is made for t in {low:g}:{high:g} alone; sample it in an ensemble"
+            )
         record = EnsembleRecord(experts=(Member(folder="."),), shift=expert.record.shift)
-        return OpenedEnsemble([expert], None, record, {name: name for name in whole_components(folder)})
+        return OpenedEnsemble(
+            [expert], None, record, {name: name for name in whole_components(folder)}
+        )
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
         return _paris(folder, dtype, experts)
-    raise not_a_model(folder, f"neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE})")
+    raise not_a_model(
+        folder, f"neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE})"
+    )
 
 
 def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
@@ -161,7 +171,9 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     found = Findings()
     number = topics_number(experts, found)
     found.refuse(_MISFIT)
-    refuse_damaged_ensemble(folder, written, range(len(record.experts)) if chosen is None else chosen)
+    refuse_damaged_ensemble(
+        folder, written, range(len(record.experts)) if chosen is None else chosen
+    )
     can_read = number is not None and numbered("text_encoder", number) in components
     return replace(opened, topics=number if can_read else None)
 
@@ -177,7 +189,9 @@ def _subset(
     domains = {parts[k].domain for k in chosen}
     parted = [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]
     if parted:
-        raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
+        raise HddmError(
+            f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too"
+        )
     experts = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
     renamed = dict[str, str]()
     for name in KEPT:
@@ -200,7 +214,9 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
     router.record = router_record
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
     record = EnsembleRecord(
-        experts=tuple(Member(folder=Path(one.name).name, output=k) for k, one in enumerate(experts)),
+        experts=tuple(
+            Member(folder=Path(one.name).name, output=k) for k, one in enumerate(experts)
+        ),
         router=ROUTER,
         strategy=f"top-{min(2, len(experts))}",
         shift=experts[0].record.shift,
@@ -234,9 +250,13 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
         outputs = router_outputs(experts.experts, known, total, found)
         found.refuse(_MISFIT)
         in_order = outputs == list(range(total))
-        route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)
+        route = Router(
+            router, known.time_scale, known.temperatures, None if in_order else outputs, weights
+        )
     elif router is None and record.router == MOMENTS:
-        moments = [part.field.calibration.moments for part in parts if part.field.calibration is not None]
+        moments = [
+            part.field.calibration.moments for part in parts if part.field.calibration is not None
+        ]
         route = MomentsRouter(moments, weights, record.evidence)
     return Ensemble(parts, route, record.strategy, shift=record.shift)
 

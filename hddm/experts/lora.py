@@ -76,7 +76,9 @@ class AdapterRecord(Record):
         return f"{Path(self.base).name} (SHA-256 {self.base_sha256[:16]}…)"
 
 
-def adapter_of(base: Path, out: Path, rank: int, alpha: float, targets: Sequence[str]) -> AdapterRecord:
+def adapter_of(
+    base: Path, out: Path, rank: int, alpha: float, targets: Sequence[str]
+) -> AdapterRecord:
     """Make the record of an adapter in ``out`` for the expert in ``base``, which must not be an adapter."""
     if not (base / WEIGHTS).is_file():
         remedy = "name its base, or merge them by hddm convert"
@@ -92,13 +94,16 @@ def adapter_of(base: Path, out: Path, rank: int, alpha: float, targets: Sequence
 
 def peft_config(adapter: AdapterRecord) -> dict[str, Any]:
     """Arguments of the peft config with the adapter's formula."""
-    layers = [target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")]
+    layers = [
+        target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")
+    ]
     return {
         "r": adapter.rank,
         # An integer where possible, as in peft's own scripts.
         "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "target_modules": layers,
-        "target_parameters": [one for one in adapter.targets if not one.endswith(".weight")] or None,
+        "target_parameters": [one for one in adapter.targets if not one.endswith(".weight")]
+        or None,
         "base_model_name_or_path": adapter.base,
     }
 
@@ -119,14 +124,18 @@ def base_of(folder: Path, adapter: AdapterRecord, bases: Mapping[str, Path] | No
     if bases is not None and adapter.base_sha256 in bases:
         return bases[adapter.base_sha256]
     if Path(adapter.base).is_absolute() or any(letter in adapter.base for letter in "\\\0\n\r"):
-        raise HddmError(f"{folder}: its base is at {adapter.base!r}, which is no relative path; refused")
+        raise HddmError(
+            f"{folder}: its base is at {adapter.base!r}, which is no relative path; refused"
+        )
     base, place = (folder.resolve() / adapter.base).resolve(), folder / adapter.base
     whole = ensemble_around(folder.resolve())
     if whole is not None:
         base = place = _base_within(whole, adapter.base_sha256)
     if not (base / WEIGHTS).is_file():
         problem = f"is an adapter of {adapter.base_name}, and {place} holds no {WEIGHTS}"
-        raise HddmError(f"{folder}: {problem}; name its base: hddm.load(…, base=…), hddm assemble --base")
+        raise HddmError(
+            f"{folder}: {problem}; name its base: hddm.load(…, base=…), hddm assemble --base"
+        )
     return base
 
 
@@ -176,7 +185,9 @@ class Merged:
         scale = self._adapter_record.alpha / self._adapter_record.rank
         for name, (down, up) in self._factors.items():
             weight = weights[name]
-            weights[name] = merged_weight(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
+            weights[name] = merged_weight(weight, factors[down], factors[up], scale).to(
+                dtype or weight.dtype
+            )
             merged = f"{name} merged with alpha {self._adapter_record.alpha:g}"
             refuse_non_finite(self._folder / ADAPTER_WEIGHTS, {merged: weights[name]})
         return weights if dtype is None else cast(weights, dtype)
@@ -207,12 +218,18 @@ def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
     module.
     """
     owners = [target.rpartition(".")[0] for target in targets]
-    wrapped = {owner for owner, target in zip(owners, targets, strict=True) if not target.endswith(".weight")}
+    wrapped = {
+        owner
+        for owner, target in zip(owners, targets, strict=True)
+        if not target.endswith(".weight")
+    }
     names = {}
     for target, owner in zip(targets, owners, strict=True):
         modules, path = owner.split("."), PREFIX
         for depth in range(1, len(modules)):
-            path += modules[depth - 1] + (".base_layer." if ".".join(modules[:depth]) in wrapped else ".")
+            path += modules[depth - 1] + (
+                ".base_layer." if ".".join(modules[:depth]) in wrapped else "."
+            )
         names[target] = f"{path}{modules[-1]}.lora_A.weight", f"{path}{modules[-1]}.lora_B.weight"
     return names
 
@@ -243,6 +260,8 @@ def _factors(path: Path, adapter: AdapterRecord, base: Path) -> dict[str, tuple[
             raise HddmError(f"{path}: {target!r} is no matrix or convolution of its base {base}")
         for name, shape in zip(pair, factor_shapes(weight.shape, adapter.rank), strict=True):
             expected[name] = torch.empty(shape, device="meta")
-    found = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in header.items()}
+    found = {
+        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in header.items()
+    }
     refuse_other_tensors(expected, found, path, "expert.json")
     return names

@@ -83,18 +83,26 @@ def paris_experts(folder: Path) -> list[Expert]:
     for path, arguments in zip(paths, every, strict=True):
         networks.append(unread(EXPERT.network, arguments, path, str(path.with_name(_MISFIT))))
     record = _expert_record(folder, every[0])
-    return [Expert(one, record, folder=path.parent) for path, one in zip(paths, networks, strict=True)]
+    return [
+        Expert(one, record, folder=path.parent) for path, one in zip(paths, networks, strict=True)
+    ]
 
 
-def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[RouterTransformer], RouterRecord]:
+def paris_router(
+    folder: Path, experts: Sequence[Expert]
+) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """The router of all ``experts``, without shards (unpublished); raises as `paris_experts`."""
     path, shape = _weights_of(folder, ROUTER), experts[0].record.sample_shape
     arguments = router_arguments(read_header(path)[0], path)
     network = unread(RouterTransformer, arguments, path, str(path.with_name(_MISFIT)))
     if arguments["num_experts"] != len(experts):
-        knows = f"distinguishes {arguments['num_experts']} experts, and {folder} holds {len(experts)}"
+        knows = (
+            f"distinguishes {arguments['num_experts']} experts, and {folder} holds {len(experts)}"
+        )
         raise HddmError(f"{path}: {knows}; fetch the whole release")
-    return network, RouterRecord(time_scale=TIME_SCALE, sample_shape=shape, shard_hashes=(), shard_images=())
+    return network, RouterRecord(
+        time_scale=TIME_SCALE, sample_shape=shape, shard_hashes=(), shard_images=()
+    )
 
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
@@ -116,7 +124,9 @@ def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[
     _, tokens, width = shape_of(tensors, "pos_embed", 3, str(path))
     shape_of(tensors, f"layers.0.{in_every_block}", 2, str(path))
     if width % head:
-        raise HddmError(f"{path}: a width of {width} does not divide into heads of {head}, which Paris has")
+        raise HddmError(
+            f"{path}: a width of {width} does not divide into heads of {head}, which Paris has"
+        )
     return {
         "sample_size": math.isqrt(tokens) * patch,
         "in_channels": channels,
@@ -149,7 +159,9 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
         "conditions": ("encoder_hidden_states",),
         "weights": "unstated",
         # Hashing 20 GB would take longer than reading them.
-        "source": SourceRecord(layout="paris", files={}, scheduler=scheduler, hddm=version("hddm-diffusion")),
+        "source": SourceRecord(
+            layout="paris", files={}, scheduler=scheduler, hddm=version("hddm-diffusion")
+        ),
         "licence": "MIT",
     }
     return parse_record(record, ExpertRecord, str(folder / SCHEDULER_FILE))
@@ -163,7 +175,9 @@ def _component(folder: Path, name: str) -> Path | None:
 
 def _numbers(folder: Path) -> list[int]:
     """Numbers of the folders ``expert_<number>`` in order; there may be gaps."""
-    names = [re.fullmatch(r"expert_(0|[1-9][0-9]{0,3})", path.name) for path in folder.glob("expert_*")]
+    names = [
+        re.fullmatch(r"expert_(0|[1-9][0-9]{0,3})", path.name) for path in folder.glob("expert_*")
+    ]
     return sorted(int(name[1]) for name in names if name)
 
 

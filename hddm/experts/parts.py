@@ -43,7 +43,9 @@ def vaes_of(experts: Sequence[Expert]) -> list[Hashable]:
     An expert that does not record its own has the first one that is known, or else one called ``unknown``.
     One whose VAE could not be read has another expert's that could be it, or else that one.
     """
-    known: list[VaeRecord | UnreadVae | None] = [one.record.vae or one.member.vae for one in experts]
+    known: list[VaeRecord | UnreadVae | None] = [
+        one.record.vae or one.member.vae for one in experts
+    ]
     read = [vae for vae in known if isinstance(vae, VaeRecord)]
     for k, one in enumerate(experts):
         unread = one.record.unread_vae
@@ -82,7 +84,9 @@ def numbers_of(experts: Sequence[Expert], component: str) -> Numbers:
 
 
 def parts_of(
-    experts: Sequence[Expert], fields: Sequence[VelocityField] | None = None, found: Findings | None = None
+    experts: Sequence[Expert],
+    fields: Sequence[VelocityField] | None = None,
+    found: Findings | None = None,
 ) -> list[Part]:
     """The experts' parts, of which ``fields`` are None where they are not needed; notes go into ``found``."""
     found, domains = found or Findings(), domains_of(experts)
@@ -94,7 +98,9 @@ def parts_of(
     for k in range(len(experts)):
         field: Any = None if fields is None else fields[k]
         parts.append(
-            Part(field, weights[k], class_shares[k], domains[k], vaes[k], text_encoders[k], topics[k])
+            Part(
+                field, weights[k], class_shares[k], domains[k], vaes[k], text_encoders[k], topics[k]
+            )
         )
     return parts
 
@@ -126,7 +132,9 @@ def _weights_of(experts: Sequence[Expert], domains: Sequence[int], found: Findin
             names = ", ".join(experts[k].name for k in unknown)
             others = " whose share is not given" if fixed else ""
             unused = ", not by the sizes of the other shards" if sizes else ""
-            text = f"so all experts{others} get equal shares{unused}; `share` EXPERT=0.3 changes them"
+            text = (
+                f"so all experts{others} get equal shares{unused}; `share` EXPERT=0.3 changes them"
+            )
             found.note(f"{names}: no shard is recorded, {text}")
         sizes = dict.fromkeys(free, 1.0)
     sharers = Counter(domains)
@@ -155,7 +163,9 @@ def _class_shares_of(
     for k, one in enumerate(experts):
         counts = one.record.shard.class_images if one.record.shard else ()
         if not one.classes:
-            found.note(f"{one.name} has no classes, so no class goes to it; name its own by `classes`")
+            found.note(
+                f"{one.name} has no classes, so no class goes to it; name its own by `classes`"
+            )
         elif len(counts) != len(one.classes) or not sum(counts):
             counts = (1,) * len(one.classes)
             uncounted.append(one.name)
@@ -164,10 +174,14 @@ def _class_shares_of(
             if count:
                 seen.add(name)
     if len(uncounted) == len(experts) and len(set(lists)) == 1:
-        found.note(f"p(k | class) is unknown, so 'draw' has p(k): {', '.join(uncounted)} counts no classes")
+        found.note(
+            f"p(k | class) is unknown, so 'draw' has p(k): {', '.join(uncounted)} counts no classes"
+        )
         return [{} for _ in experts]
     if uncounted:
-        found.note(f"{', '.join(uncounted)}: counts no images by class, so its classes are taken to be equal")
+        found.note(
+            f"{', '.join(uncounted)}: counts no images by class, so its classes are taken to be equal"
+        )
     unseen = [name for name in names if name not in seen]
     if unseen:
         found.note(f"no shard has images of {', '.join(unseen)}; 'draw' takes p(k) for them")
@@ -177,7 +191,9 @@ def _class_shares_of(
             by_size = [know * weight for know, weight in zip(knows, weights, strict=True)]
             rows[name] = by_size if sum(by_size) else knows
     totals = {name: sum(row) for name, row in rows.items()}
-    return [{name: row[k] / totals[name] for name, row in rows.items()} for k in range(len(experts))]
+    return [
+        {name: row[k] / totals[name] for name, row in rows.items()} for k in range(len(experts))
+    ]
 
 
 def topics_of(experts: Sequence[Expert], found: Findings) -> TextEncoderRecord | None:
@@ -191,11 +207,15 @@ def topics_of(experts: Sequence[Expert], found: Findings) -> TextEncoderRecord |
     first = next(iter(known))
     for name, encoder in known.items():
         if encoder.fingerprint != known[first].fingerprint:
-            found.differ(name, f"is described by another text encoder than {first}; describe both by one")
+            found.differ(
+                name, f"is described by another text encoder than {first}; describe both by one"
+            )
     silent = [one.name for one in experts if one.record.takes_text and one.name not in known]
     if silent:
         names = ", ".join(silent)
-        found.note(f"prompts are routed by p(k), since {names} has no topic; hddm describe makes one")
+        found.note(
+            f"prompts are routed by p(k), since {names} has no topic; hddm describe makes one"
+        )
         return None
     unused = [one.name for one in experts if not one.takes_prompts]
     if unused:
@@ -226,11 +246,15 @@ def with_parts(experts: Sequence[Expert], parts: Sequence[Part]) -> list[Expert]
     weights, derived = [part.weight for part in parts], parts_of(experts)
     total, other = sum(weights), sum(part.weight for part in derived)
     pairs = zip(weights, derived, strict=True)
-    if not all(math.isclose(one * other, part.weight * total, rel_tol=1e-12) for one, part in pairs):
+    if not all(
+        math.isclose(one * other, part.weight * total, rel_tol=1e-12) for one, part in pairs
+    ):
         experts = with_decisions(experts, share=weights)
         derived = parts_of(experts)
     shares = [part.class_shares for part in parts]
-    follow = [_are_close(mine, part.class_shares) for mine, part in zip(shares, derived, strict=True)]
+    follow = [
+        _are_close(mine, part.class_shares) for mine, part in zip(shares, derived, strict=True)
+    ]
     if not all(follow):
         # Where p(k | class) is not known, it is p(k).
         names = [] if any(shares) else derived[0].class_shares
@@ -241,7 +265,10 @@ def with_parts(experts: Sequence[Expert], parts: Sequence[Part]) -> list[Expert]
 
 def _with_encoders(experts: Sequence[Expert], parts: Sequence[Part]) -> Sequence[Expert]:
     """``experts`` with the VAEs and text encoders of ``parts`` that do not follow from their records."""
-    vaes, encoders = [one.member.vae for one in experts], [one.member.text_encoder for one in experts]
+    vaes, encoders = (
+        [one.member.vae for one in experts],
+        [one.member.text_encoder for one in experts],
+    )
     derived_vaes, derived_encoders = vaes_of(experts), text_encoders_of(experts)
     for k, (one, part) in enumerate(zip(experts, parts, strict=True)):
         is_open = one.record.vae is None and part.vae != derived_vaes[k]
@@ -255,4 +282,6 @@ def _with_encoders(experts: Sequence[Expert], parts: Sequence[Part]) -> Sequence
 
 def _are_close(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
     """True for the same classes with the same shares, up to rounding."""
-    return shares.keys() == others.keys() and all(math.isclose(shares[name], others[name]) for name in shares)
+    return shares.keys() == others.keys() and all(
+        math.isclose(shares[name], others[name]) for name in shares
+    )

@@ -47,7 +47,16 @@ EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
 WEAK_FILE = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.guidance.Guidance`)."""
-FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, TOPIC, WEIGHTS, WEAK_FILE, *ADAPTER_FILES, "config.json")
+FILES = (
+    NULL_FILE,
+    EXTRAS_FILE,
+    CALIBRATION,
+    TOPIC,
+    WEIGHTS,
+    WEAK_FILE,
+    *ADAPTER_FILES,
+    "config.json",
+)
 """Files of an expert folder that are read, besides its record."""
 
 
@@ -202,7 +211,9 @@ def write_records(folder: Path, record: ExpertRecord, nulls: Mapping[str, Tensor
 
 def weights_in(folder: Path) -> Path | None:
     """The file with the weights, or the adapter, of an expert folder."""
-    return next((folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()), None)
+    return next(
+        (folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()), None
+    )
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:
@@ -264,7 +275,9 @@ def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
     return unread, record
 
 
-def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterRecord]:
+def read_router(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[RouterTransformer, RouterRecord]:
     """Read a router folder; raises as `open_expert`."""
     unread, record = open_router(folder)
     network = unread.load(dtype)

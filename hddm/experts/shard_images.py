@@ -29,7 +29,10 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
         if unread is not None and (misfit := unread.misfit(vae)) is not None:
             raise HddmError(f"{shard.folder}: its VAE is not the expert's, an {unread}: {misfit}")
         remedy = "encode with the VAE that the expert was trained with"
-        parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
+        parts += [
+            ("VAE", vae, record.vae, remedy),
+            ("scale", vae.scale, record.latent_scale, remedy),
+        ]
     if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
         remedy = "encode with the text encoder that the expert was trained with"
         width = {"width": text_width(network)}

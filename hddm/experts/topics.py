@@ -65,12 +65,18 @@ def describe_topic(
     # Topics compare one vector per caption, which several text encoders make narrower than their tokens.
     encoder_record = texts_facts(encoder, words).model_copy(update={"width": embedded[0].shape[1]})
     topic = topic_of(torch.cat(embedded), list(counts.values()))
-    known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=encoder_record)
+    known = TopicRecord(
+        count=len(texts), source=source, variance=topic.variance, text_encoder=encoder_record
+    )
     whole = ensemble_around(folder.resolve())
     if whole is not None:
         for place in (whole / member.folder for member in read_ensemble_record(whole).experts):
             other = None if place.samefile(folder) else Topic.load(place)
-            if other and other.record and other.record.text_encoder.fingerprint != encoder_record.fingerprint:
+            if (
+                other
+                and other.record
+                and other.record.text_encoder.fingerprint != encoder_record.fingerprint
+            ):
                 text = f"{place} was described with another text encoder; use that one for both"
                 raise HddmError(f"{encoder}: {text}")
     replace_file(folder, record, TOPIC, replace(topic, record=known).save)
@@ -114,7 +120,9 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
     return kept, source
 
 
-def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) -> tuple[Path, Path | None]:
+def _encoder(
+    folder: Path, text_encoder: Path | None, tokenizer: Path | None
+) -> tuple[Path, Path | None]:
     """Folders of the text encoder and its tokenizer; a folder of prompts has the latter inside."""
     if text_encoder is not None and tokenizer is None and several_in(text_encoder) is not None:
         return text_encoder, None

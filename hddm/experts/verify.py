@@ -24,7 +24,13 @@ from hddm.experts.ensemble_folders import (
 from hddm.experts.expert import Expert, field_of, open_expert
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
-from hddm.experts.shard_images import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
+from hddm.experts.shard_images import (
+    check_fit,
+    check_own,
+    conditions_of,
+    conditions_of_rows,
+    evenly_spaced,
+)
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import sha256_of
@@ -39,7 +45,9 @@ def problems_around(folder: Path) -> list[str]:
         return []
     record, found = read_ensemble_record(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
     if (router := record.learned) is not None:
-        found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
+        found += [
+            f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)
+        ]
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
 
 
@@ -137,11 +145,10 @@ def warn_of_misreading(folder: Path, shard: Shard) -> None:
         found = judged(field_of(open_expert(folder).read()), shard, 0)
         doubt = found.doubt
         if doubt is None and not found.is_shown:
-            text = (
-                "whether it is read as it was trained could not be told from these images, which no reading"
-            )
             doubt = (
-                f"{text} denoises clearly better than a Gaussian does; pass more, like those of its training"
+                "whether it is read as it was trained could not be told from these images, which no "
+                "reading denoises clearly better than a Gaussian does; pass more, like those of its "
+                "training"
             )
     except HddmError as error:
         doubt = f"was not tried on images: {error}"
@@ -167,7 +174,9 @@ def _check_images(shard: Shard, expert: Expert) -> list[str]:
     why = "`data` judges velocities, but a student of few steps predicts means over steps; leave it out"
     expert.record.refuse_student(expert.name, why)
     if len(shard) < 2:
-        raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
+        raise HddmError(
+            f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}"
+        )
     check_fit(shard, expert.record, expert.network)
     if expert.record.shard is None:
         return [f"{shard.folder}: the expert does not record whether it was trained on such images"]
@@ -178,7 +187,9 @@ def _check_images(shard: Shard, expert: Expert) -> list[str]:
     return []
 
 
-def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shard, seed: int) -> None:
+def judge(
+    found: Verification, expert: Expert, field: VelocityField, shard: Shard, seed: int
+) -> None:
     """Compare an expert with a Gaussian and with v = 0, and add to ``found`` what it shows.
 
     - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
@@ -189,7 +200,10 @@ def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shar
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
     rows = evenly_spaced(shard, IMAGES)
-    given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
+    given, images = (
+        conditions_of_rows(rows, conditions_of(shard, field), shard, field),
+        shard.take(rows),
+    )
     alone = copy.copy(field)
     if not expert.record.training_calibration:
         alone.calibration = None
@@ -226,7 +240,9 @@ def _objections(found: Denoising, images: int, is_calibrated: bool) -> list[str]
         alone = f"up to t = {found.levels[:LOWEST][-1].t:g}, without its calibration, its error is"
     if found.low <= 0:
         return [f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly {wrong}"]
-    remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
+    remedy = (
+        f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
+    )
     whole, low = (found.margin, found.deviation), (found.low, found.low_deviation)
     for subject, (gain, deviation) in (("its error is", whole), (alone, low)):
         if not gain >= SURE * deviation:

@@ -65,7 +65,8 @@ def _run(folder: Path) -> dict[str, Any]:
     return {
         "kind": "run",
         "of": of if settings else None,
-        "finished": out != folder and any((out / name).exists() for name in (EXPERT_FILE, ROUTER_FILE)),
+        "finished": out != folder
+        and any((out / name).exists() for name in (EXPERT_FILE, ROUTER_FILE)),
         "step": step_of(kept[0]) if kept else 0,
         "steps": settings.get("steps"),
         "last_checkpoint": str(kept[0].relative_to(folder)) if kept else None,
@@ -102,7 +103,9 @@ def _holds_images(path: Path) -> bool:
     if path.is_file():
         return path.suffix in (TAR, PARQUET)
     found = find_files(path)
-    return bool(found.images or found.tars or found.parquets) and not any(path.glob("*.safetensors"))
+    return bool(found.images or found.tars or found.parquets) and not any(
+        path.glob("*.safetensors")
+    )
 
 
 _RECORDS: dict[str, Describe] = {
@@ -110,7 +113,9 @@ _RECORDS: dict[str, Describe] = {
     SHARD_FILE: _shard,
     RUN_FILE: _run,
     f"*/{EXPERT_FILE}": _read_by("experts", "hddm assemble, hddm verify"),
-    f"shard_*/{SHARD_FILE}": _read_by("shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
+    f"shard_*/{SHARD_FILE}": _read_by(
+        "shards", "hddm verify EXPERT --data, hddm evaluate --held-out"
+    ),
     FEATURES_FILE: _read_by("features", "hddm partition --cache"),
     SAMPLING_FILE: _read_by("samples", "hddm evaluate"),
     RESULTS_FILE: _read_by("benchmark", "hddm compare"),

@@ -40,7 +40,9 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 """A network's arguments that an option states."""
 
 
-def inspect_model(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
+def inspect_model(
+    folder: Path, allow_pickle: bool = False, variant: str | None = None
+) -> dict[str, Any]:
     """Describe an expert, router or ensemble folder, or a checkpoint of other tools.
 
     ``kind`` names which. For a checkpoint, ``unstated`` lists what it does not state; ``allow_pickle`` and
@@ -108,7 +110,9 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "components": list(source.components),
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
-        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}),
+        "dtypes": sorted(
+            {str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}
+        ),
         "prediction_type": None,
         "prediction_source": None,
         "schedule_source": None,
@@ -182,14 +186,19 @@ def _expert(folder: Path) -> dict[str, Any]:
         "kind": "expert",
         "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
         **_numbers(folder / (WEIGHTS if record.adapter is None else ADAPTER_WEIGHTS)),
-        **{name: written[name] for name in ("sample_shape", "space", "conditions", "classes", "licence")},
+        **{
+            name: written[name]
+            for name in ("sample_shape", "space", "conditions", "classes", "licence")
+        },
         "components": list(kept_components(folder)),
         "calibrated": (folder / CALIBRATION).exists(),
         "manifest": _manifest(folder),
         **written,
         "schedule_range": list(from_config(record.schedule).range),
         "calibrated_on": calibration_record(folder),
-        "topic": None if topic is None or topic.record is None else topic.record.model_dump(mode="json"),
+        "topic": None
+        if topic is None or topic.record is None
+        else topic.record.model_dump(mode="json"),
     }
     if record.adapter is not None:
         described["adapter"] = record.adapter.model_dump(mode="json") | {
@@ -255,7 +264,9 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "parameters": sum(expert["parameters"] for expert in experts)
         + sum(_numbers(path)["parameters"] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
         "manifest": _manifest(folder),
-        "components": {name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind},
+        "components": {
+            name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind
+        },
         "format": record.format,
         "shares": {one.folder: one.share for one in members if one.share is not None},
         "domains": domains,

@@ -76,7 +76,9 @@ def weights_of_variant(
     return None
 
 
-def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
+def read_weights(
+    folder: Path, stem: str, variant: str | None = None
+) -> tuple[Path, dict[str, Tensor]]:
     """The file that `find_weights` names, and its mapped tensors.
 
     Raises `HddmError` for a file that is missing or broken, or a link that leaves the folder.
@@ -116,7 +118,9 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
         raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
     for key, name in weight_map.items():
         if not isinstance(name, str) or "/" in name:
-            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a plain file name")
+            raise HddmError(
+                f"{path}: weight_map gives {key!r} to {name!r}, which is not a plain file name"
+            )
         inside(path.parent, name)
     tensors: dict[str, Tensor] = {}
     problems = []

@@ -95,7 +95,9 @@ def empty_network(
         with torch.device("meta"):
             network: Network = kind(**arguments)
     except Exception as error:  # a constructor may raise anything for foreign values
-        raise HddmError(f"{origin}: no network can be built from it ({one_line(error, 300)})") from error
+        raise HddmError(
+            f"{origin}: no network can be built from it ({one_line(error, 300)})"
+        ) from error
     family = family_of(kind)
     computed = family.computed if family else ()
     for name, _ in network.named_buffers():
@@ -136,7 +138,12 @@ def _largest(value: Any, levels: int = 3) -> int:
 
 
 # Attention in diffusers before 0.15.
-_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+_ATTENTION = {
+    ".to_q.": ".query.",
+    ".to_k.": ".key.",
+    ".to_v.": ".value.",
+    ".to_out.0.": ".proj_attn.",
+}
 
 
 def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
@@ -172,7 +179,9 @@ def misfits(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list
     return sorted(problems)
 
 
-def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
+def fill(
+    network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str
+) -> None:
     """Fill an `empty_network` with its tensors, and compute positions that no file holds.
 
     Raises `HddmError` for positions that are much larger than the weights.
@@ -236,7 +245,9 @@ def open_network(folder: Path) -> tuple[ModelMixin, dict[str, Tensor], dict[str,
     return fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
 
 
-def unread_network(folder: Path, classes: Classes[Network], weights: Path | None = None) -> Unread[Network]:
+def unread_network(
+    folder: Path, classes: Classes[Network], weights: Path | None = None
+) -> Unread[Network]:
     """The network in ``folder``, with its weights left there or in the file ``weights``.
 
     Shapes are compared on the meta device, before the network takes memory. Raises `HddmError` for a missing
@@ -248,7 +259,9 @@ def unread_network(folder: Path, classes: Classes[Network], weights: Path | None
     return unread(kind, arguments, weights or folder / WEIGHTS, str(path))
 
 
-def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
+def unread(
+    kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str
+) -> Unread[Network]:
     """A network of ``kind`` for a weights file; raises as `open_network`."""
     empty = {}
     for name, info in read_header(weights)[0].items():
@@ -259,7 +272,11 @@ def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, ori
 
 
 def fitting(
-    kind: type[Network], arguments: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, origin: str
+    kind: type[Network],
+    arguments: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    path: Path,
+    origin: str,
 ) -> Network:
     """The empty network for ``weights`` of file ``path``; `HddmError` lists all that does not fit."""
     network = empty_network(kind, arguments, len(weights), origin)
@@ -268,7 +285,10 @@ def fitting(
 
 
 def refuse_other_tensors(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    path: Path,
+    config: str = "config.json",
 ) -> None:
     """Raise an `HddmError` that lists all `misfits` of the file ``path``, if any, or says it is quantised."""
     problems = misfits(expected, found)

@@ -53,7 +53,10 @@ class _Attend(torch.autograd.Function):
         of_weights = gradient @ values.transpose(-1, -2)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
         of_scores = scale * of_scores
-        of_keys, of_values = of_scores.transpose(-1, -2) @ queries, weights.transpose(-1, -2) @ gradient
+        of_keys, of_values = (
+            of_scores.transpose(-1, -2) @ queries,
+            weights.transpose(-1, -2) @ gradient,
+        )
         return of_scores @ keys, of_keys, of_values
 
 
@@ -148,7 +151,9 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, times: Tensor) -> Tensor:
         dtype = next(self.mlp.parameters()).dtype
-        angles = sinusoid(times, FREQUENCIES, dtype, self.frequency_shift, SMOOTH if self.smooth else 1.0)
+        angles = sinusoid(
+            times, FREQUENCIES, dtype, self.frequency_shift, SMOOTH if self.smooth else 1.0
+        )
         embedded: Tensor = self.mlp(angles)
         return embedded
 
@@ -170,7 +175,10 @@ class Attention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
 
     def forward(
-        self, x: Tensor, context: Tensor | None = None, rotations: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        rotations: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         width, weight, bias = x.shape[-1], self.in_proj_weight, self.in_proj_bias
         if context is None:
@@ -215,7 +223,9 @@ class PatchEmbedding(nn.Conv2d):
 def mlp(hidden_size: int) -> nn.Sequential:
     """Feed-forward part of a block: four times the width, tanh-GELU, and back."""
     wide = 4 * hidden_size
-    return nn.Sequential(linear(hidden_size, wide), nn.GELU(approximate="tanh"), linear(wide, hidden_size))
+    return nn.Sequential(
+        linear(hidden_size, wide), nn.GELU(approximate="tanh"), linear(wide, hidden_size)
+    )
 
 
 def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:

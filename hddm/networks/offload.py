@@ -112,7 +112,9 @@ class StoredNetwork(nn.Module):
     ) -> None:
         super().__init__()
         # Empty, with the weights' device and dtype: moving the module moves this.
-        self.register_buffer("placement", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.register_buffer(
+            "placement", torch.empty(0, dtype=dtype, device=device), persistent=False
+        )
         # In a tuple, so that moving this module does not move it.
         self._network = (network,)
         self._read = read
@@ -142,7 +144,9 @@ class StoredNetwork(nn.Module):
         """Bytes of the weights on the device."""
         width = self.placement.element_size()
         return sum(
-            shape.numel() + (width + 1) * shape[0] if name in self._in_int8 else width * shape.numel()
+            shape.numel() + (width + 1) * shape[0]
+            if name in self._in_int8
+            else width * shape.numel()
             for name, shape in self._shapes.items()
         )
 
@@ -155,7 +159,9 @@ class StoredNetwork(nn.Module):
         _refuse_float64(self.dtype)
         self.shelf.forget(self)
         linear = {
-            f"{name}.weight" for name, module in self.network.named_modules() if isinstance(module, nn.Linear)
+            f"{name}.weight"
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.Linear)
         }
         packed = {name for name in self._shapes if name.endswith("in_proj_weight")}
         self._in_int8 = frozenset(linear | packed)
@@ -213,7 +219,9 @@ class StoredNetwork(nn.Module):
         """Free the tensors on the device."""
         tensors = itertools.chain(self.network.named_parameters(), self.network.named_buffers())
         kinds = [(name, value.shape, value.dtype) for name, value in tensors]
-        self.place((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in kinds)
+        self.place(
+            (name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in kinds
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
         moved = fn(self.placement)

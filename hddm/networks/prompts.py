@@ -78,7 +78,11 @@ def refuse_other_parts(folder: Path, pipeline: str) -> None:
     """Raise an `HddmError` that names a text encoder or tokenizer which is missing or of another class."""
     for name, kind in encoder_classes(pipeline).items():
         stated = read_config(folder, MODEL_INDEX).get(name)
-        if not isinstance(stated, list) or len(stated) != 2 or str(stated[1]).removesuffix("Fast") != kind:
+        if (
+            not isinstance(stated, list)
+            or len(stated) != 2
+            or str(stated[1]).removesuffix("Fast") != kind
+        ):
             found = "missing" if stated is None else one_line(stated, 60)
             raise HddmError(f"{folder / MODEL_INDEX}: {name} is {found}, and must be {an(kind)}")
         place = inside(folder, name)
@@ -96,8 +100,14 @@ class PromptEncoders(nn.Module):
 
     def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool) -> None:
         super().__init__()
-        self.prompts, self.pipeline, self.empty_is_zero = prompts_of(pipeline), pipeline, empty_is_zero
-        self.encoders = nn.ModuleDict({k: one for k, one in parts.items() if isinstance(one, nn.Module)})
+        self.prompts, self.pipeline, self.empty_is_zero = (
+            prompts_of(pipeline),
+            pipeline,
+            empty_is_zero,
+        )
+        self.encoders = nn.ModuleDict(
+            {k: one for k, one in parts.items() if isinstance(one, nn.Module)}
+        )
         self.tokenizers = {name: one for name, one in parts.items() if name not in self.encoders}
         known = pipelines()[pipeline]
         absent = dict.fromkeys(("vae", "scheduler", known.network))
@@ -115,7 +125,9 @@ class PromptEncoders(nn.Module):
         return next(self.parameters()).device
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], is_negative: bool = False, warns: bool = True) -> Embedded:
+    def embed(
+        self, prompts: Sequence[str], is_negative: bool = False, warns: bool = True
+    ) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
         Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for tokens that
@@ -125,10 +137,16 @@ class PromptEncoders(nn.Module):
         for text in texts:
             refuse_half_characters(text, one_line(repr(text), 60))
         # Several CLIPs cut alike.
-        readers = {"T5" if "T5" in type(one).__name__ else "CLIP": one for one in self.tokenizers.values()}
+        readers = {
+            "T5" if "T5" in type(one).__name__ else "CLIP": one for one in self.tokenizers.values()
+        }
         for kind, words in readers.items() if warns else ():
-            for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
-                warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
+            for _, cut in cuts(
+                words, texts, family.t5_tokens if kind == "T5" else words.model_max_length
+            ):
+                warnings.warn(
+                    f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2
+                )
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
         own = dict[str, Any]()
         if family.t5_tokens:
@@ -182,7 +200,9 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
-def texts_facts(folder: Path, tokenizer: Path | None = None, variant: str | None = None) -> TextEncoderRecord:
+def texts_facts(
+    folder: Path, tokenizer: Path | None = None, variant: str | None = None
+) -> TextEncoderRecord:
     """Identity of a text encoder with its ``tokenizer``, or of a folder of prompts; raises as `read_texts`.
 
     The kind of a folder of prompts is the class of the pipeline.
@@ -220,7 +240,11 @@ class PipelineText:
         """Reason why they cannot be read; empty where they can. `HddmError` for one outside the folder."""
         if self.folder is None:
             return "no pipeline with a text encoder lies around it"
-        encoder, name, pipeline = self.folder / "text_encoder", class_in(self.folder), several_in(self.folder)
+        encoder, name, pipeline = (
+            self.folder / "text_encoder",
+            class_in(self.folder),
+            several_in(self.folder),
+        )
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
@@ -248,7 +272,11 @@ class PipelineText:
     def record(self) -> TextEncoderRecord | None:
         """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
         found = self.components
-        return texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant) if found else None
+        return (
+            texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant)
+            if found
+            else None
+        )
 
     @property
     def components(self) -> dict[str, Path]:

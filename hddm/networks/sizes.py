@@ -15,7 +15,12 @@ SIZES: dict[str, dict[str, int]] = {
     "mini": {"depth": 4, "hidden_size": 64, "num_heads": 4, "patch_size": 4},
     "small": {"depth": 4, "hidden_size": 128, "num_heads": 4, "patch_size": 4},
 } | {
-    f"{name}/{patch}": {"depth": depth, "hidden_size": width, "num_heads": heads, "patch_size": patch}
+    f"{name}/{patch}": {
+        "depth": depth,
+        "hidden_size": width,
+        "num_heads": heads,
+        "patch_size": patch,
+    }
     for name, (depth, width, heads) in _WIDTHS.items()
     for patch in (2, 4, 8)
 }
@@ -38,4 +43,9 @@ def size_config(name: str) -> dict[str, int]:
     if not (depth and patch and width % 8 == 0 and (0 < width < 64 or (width and width % 64 == 0))):
         own = "DEPTHxWIDTH/PATCH, as 6x192/2, the width a multiple of 64, or of 8 below 64"
         raise HddmError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}, or {own}")
-    return {"depth": depth, "hidden_size": width, "num_heads": max(1, width // 64), "patch_size": patch}
+    return {
+        "depth": depth,
+        "hidden_size": width,
+        "num_heads": max(1, width // 64),
+        "patch_size": patch,
+    }

@@ -40,7 +40,13 @@ _KEYS = {
     *("bos_token", "clean_up_tokenization_spaces", "do_lower_case", "eos_token", "errors"),
     *("extra_special_tokens", "is_local", "local_files_only", "max_length", "model_input_names"),
     *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token", "pad_token_type_id"),
-    *("padding_side", "processor_class", "special_tokens_map_file", "split_special_tokens", "stride"),
+    *(
+        "padding_side",
+        "processor_class",
+        "special_tokens_map_file",
+        "split_special_tokens",
+        "stride",
+    ),
     *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
     *("extra_ids", "legacy", "sp_model_kwargs"),
 }
@@ -88,7 +94,9 @@ def read_tokenizer(folder: Path) -> Any:
     missing = [name for name in parts if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
     if missing and not (folder / "tokenizer.json").is_file():
-        raise HddmError(f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them")
+        raise HddmError(
+            f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them"
+        )
     try:
         tokenizer = getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True)
         # It keeps settings of any kind, and fails on them at the first prompt.
@@ -99,7 +107,9 @@ def read_tokenizer(folder: Path) -> Any:
         raise HddmError(f"{folder}: its files do not make a tokenizer ({reason})") from error
     if missing := [name for name in _INPUTS if name not in found]:
         stated = one_line(config.get("model_input_names"), 60)
-        raise HddmError(f"{settings}: model_input_names is {stated}, without {missing[0]}; delete it there")
+        raise HddmError(
+            f"{settings}: model_input_names is {stated}, without {missing[0]}; delete it there"
+        )
     return tokenizer
 
 
@@ -145,7 +155,9 @@ def read_text_encoder(
             None, config=empty.config, state_dict=weights, dtype=dtype, output_loading_info=True
         )
     if unfilled := report["missing_keys"] or report["mismatched_keys"]:
-        raise HddmError(f"{path}: transformers did not fill {sorted(unfilled)[0]}; use another version of it")
+        raise HddmError(
+            f"{path}: transformers did not fill {sorted(unfilled)[0]}; use another version of it"
+        )
     return model.requires_grad_(False)
 
 
@@ -182,7 +194,9 @@ class Embedded(NamedTuple):
         return self.conditions[TEXT]
 
 
-def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True) -> Embedded:
+def embed(
+    text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True
+) -> Embedded:
     """Encode prompts, padded to `prompt_length` tokens.
 
     Longer ones are cut, with a warning that names what was left out. PixArt's are encoded in lower case.
@@ -257,7 +271,9 @@ def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int,
         if len(ids) > length:
             # The last token is the end, which a prompt that is cut keeps.
             cut = tokenizer.decode(ids[length - 1 : -1])
-            warning = f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
+            warning = (
+                f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
+            )
             found.append((index, warning))
     return found
 
@@ -317,7 +333,9 @@ def _open(
     known, layers = TEXT_ENCODERS[kind], config.get(TEXT_ENCODERS[kind].layers)
     # Modules cost time and memory even on the meta device.
     if not isinstance(layers, int) or layers > len(weights):
-        raise HddmError(f"{origin}: {known.layers} is {str(layers)[:40]} for {len(weights)} tensors")
+        raise HddmError(
+            f"{origin}: {known.layers} is {str(layers)[:40]} for {len(weights)} tensors"
+        )
     sizes = {key: config[key] for key in known.sizes if key in config}
     owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
     try:
@@ -334,7 +352,9 @@ def _open(
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
-    refuse_other_tensors({key: one for key, one in expected.items() if key not in unused}, weights, path)
+    refuse_other_tensors(
+        {key: one for key, one in expected.items() if key not in unused}, weights, path
+    )
     return model, weights, path
 
 
@@ -344,7 +364,10 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as of_transformers
 
     logs = (diffusers_logging, of_transformers)
-    levels, has_bars = [log.get_verbosity() for log in logs], of_transformers.is_progress_bar_enabled()
+    levels, has_bars = (
+        [log.get_verbosity() for log in logs],
+        of_transformers.is_progress_bar_enabled(),
+    )
     for log in logs:
         log.set_verbosity_error()
     of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]

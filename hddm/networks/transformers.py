@@ -93,7 +93,9 @@ def _six(vectors: Tensor) -> Tensor:
 
 def _residual(hidden_size: int, rank: int) -> nn.Linear | nn.Sequential:
     last = linear(rank, 6 * hidden_size, std=0, bias=False)
-    return last if rank == hidden_size else nn.Sequential(linear(hidden_size, rank, bias=False), last)
+    return (
+        last if rank == hidden_size else nn.Sequential(linear(hidden_size, rank, bias=False), last)
+    )
 
 
 class FinalLayer(nn.Module):
@@ -102,7 +104,9 @@ class FinalLayer(nn.Module):
     Shift and scale are a table plus the embedding, or with ``own_modulation`` W SiLU(embedded) + b.
     """
 
-    def __init__(self, hidden_size: int, patch_channels: int, own_modulation: bool, norm_eps: float) -> None:
+    def __init__(
+        self, hidden_size: int, patch_channels: int, own_modulation: bool, norm_eps: float
+    ) -> None:
         super().__init__()
         if not own_modulation:
             self.scale_shift_table = nn.Parameter(torch.randn(2, hidden_size) / hidden_size**0.5)
@@ -182,17 +186,23 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             ("frequency_shift", frequency_shift, (0, 1)),
         ):
             if value not in known:
-                raise HddmError(f"{name} is {str(value)[:40]}, and must be {known[0]} or {known[1]}")
+                raise HddmError(
+                    f"{name} is {str(value)[:40]}, and must be {known[0]} or {known[1]}"
+                )
         zero = modulation == "zero"
         side = sample_size // patch_size
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size, side)
         self.pos_embed = nn.Parameter(square_positions(hidden_size, side))
         self.time_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=interval)
-        self.interval_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=True) if interval else None
+        self.interval_embed = (
+            TimeEmbedding(hidden_size, frequency_shift, smooth=True) if interval else None
+        )
         if self.interval_embed is not None:
             nn.init.zeros_(cast(Tensor, self.interval_embed.mlp[-1].weight))
         self.t_block = (
-            None if zero else nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
+            None
+            if zero
+            else nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
         )
         self.class_embed = nn.Embedding(num_classes + 1, hidden_size) if num_classes else None
         if self.class_embed is not None:
@@ -251,7 +261,9 @@ class RouterBlock(nn.Module):
         self.norm = layer_norm(hidden_size)
         self.attn = Attention(hidden_size, num_heads)
         self.mlp = mlp(hidden_size)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0))
+        self.adaLN_modulation = nn.Sequential(
+            nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0)
+        )
 
     def forward(self, x: Tensor, embedded: Tensor, only_first: bool = False) -> Tensor:
         """Tokens (batch, tokens, hidden_size), or only the first of them."""

@@ -63,7 +63,9 @@ def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | Unread
     try:
         return vae_facts(folder, variant)
     except HddmError as error:
-        return _unread(folder, variant, one_line(error.message.replace(str(folder), folder.name), 300))
+        return _unread(
+            folder, variant, one_line(error.message.replace(str(folder), folder.name), 300)
+        )
 
 
 def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
@@ -102,7 +104,11 @@ def encode(vae: "Vae", images: Tensor) -> tuple[Tensor, Tensor | None]:
     `HddmError` for images that the VAE does not take, and for z that is not finite.
     """
     factor, channels = scale_of(vae), vae.config.in_channels
-    if images.ndim != 4 or images.shape[1] != channels or any(side % factor for side in images.shape[2:]):
+    if (
+        images.ndim != 4
+        or images.shape[1] != channels
+        or any(side % factor for side in images.shape[2:])
+    ):
         sizes = f"images (N, {channels}, H, W) with H and W multiples of {factor}"
         raise HddmError(f"the VAE encodes {sizes}, not {tuple(images.shape)}")
     with torch.no_grad():
@@ -145,11 +151,15 @@ def decode(vae: "Vae", latents: Tensor) -> Tensor:
         if upcast:
             # Lossless: these numbers come from float16.
             nn.Module.to(vae, given)
-    _refuse_images(images, "images", f"decode in float32 instead of {str(given).removeprefix('torch.')}")
+    _refuse_images(
+        images, "images", f"decode in float32 instead of {str(given).removeprefix('torch.')}"
+    )
     return images.clamp(-1, 1)
 
 
-def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
+def _open(
+    folder: Path, variant: str | None = None
+) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
     """The empty VAE in ``folder``, its tensors under current names, its arguments and the file."""
     origin = str(folder / "config.json")
     config = read_config(folder)
@@ -173,13 +183,17 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     return network, weights, arguments, path
 
 
-def scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config") -> tuple[float, float]:
+def scale_and_shift(
+    config: Mapping[str, Any], origin: str = "the VAE's config"
+) -> tuple[float, float]:
     """Factors of latents by a VAE's config; `HddmError` for what is no number in their range."""
     scale, shift = config["scaling_factor"], config.get("shift_factor") or 0.0
     are_numbers = isinstance(scale, int | float) and isinstance(shift, int | float)
     if not are_numbers or not 0 < scale < LARGEST_SCALE or not abs(shift) < LARGEST_SCALE:
         stated = f"scaling_factor {str(scale)[:40]} and shift_factor {str(shift)[:40]}"
-        raise HddmError(f"{origin}: {stated} must be numbers below {LARGEST_SCALE:.0e}, the first positive")
+        raise HddmError(
+            f"{origin}: {stated} must be numbers below {LARGEST_SCALE:.0e}, the first positive"
+        )
     return float(scale), float(shift)
 
 
@@ -187,4 +201,6 @@ def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:
     """Raise `HddmError` that names the rows of ``batch`` with NaN or Inf, if there are any."""
     broken = [str(i) for i, one in enumerate(batch) if not one.isfinite().all()]
     if broken:
-        raise HddmError(f"{what} {', '.join(broken[:10])} of {len(batch)} hold NaN or Inf; {remedy}")
+        raise HddmError(
+            f"{what} {', '.join(broken[:10])} of {len(batch)} hold NaN or Inf; {remedy}"
+        )

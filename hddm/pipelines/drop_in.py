@@ -33,7 +33,13 @@ from hddm.networks.wrappers import TEXT_CONDITIONS, family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.running import pick_experts, posterior_of
 from hddm.sampling import blind_draw
-from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, flow_steps, from_diffusers
+from hddm.schedules import (
+    LinearSchedule,
+    Schedule,
+    declared_prediction_type,
+    flow_steps,
+    from_diffusers,
+)
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
 from hddm.velocity import ROUNDING, PredictionType, VelocityField
@@ -101,18 +107,24 @@ class DropIn(nn.Module):
     placement: Tensor
     _replaced: nn.Module
 
-    def __init__(self, model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline) -> None:
+    def __init__(
+        self, model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline
+    ) -> None:
         super().__init__()
         name = next((one for one in _NETWORKS if getattr(pipe, one, None) is not None), None)
         if name is None:
-            raise HddmError(f"{type(pipe).__name__} has no {' and no '.join(_NETWORKS)} to stand in for")
+            raise HddmError(
+                f"{type(pipe).__name__} has no {' and no '.join(_NETWORKS)} to stand in for"
+            )
         network = getattr(pipe, name)
         # torch.compile, or another stand-in, holds the network itself.
         inner = getattr(network, "_orig_mod", network)
         replaced = getattr(inner, "_replaced", inner)
         if (family := family_of(replaced)) is None:
             kind = type(replaced).__name__
-            raise HddmError(f"{type(pipe).__name__}'s {name} is of class {kind}, which is no expert's")
+            raise HddmError(
+                f"{type(pipe).__name__}'s {name} is of class {kind}, which is no expert's"
+            )
         self._family = family
         if isinstance(model, str | Path):
             model = load(model, network.dtype, network.device)
@@ -126,7 +138,9 @@ class DropIn(nn.Module):
                 f"{name} takes {channels}"
             )
         if any(ensemble.texts):
-            raise HddmError("a pipeline has one text encoder, and these experts were trained with several")
+            raise HddmError(
+                "a pipeline has one text encoder, and these experts were trained with several"
+            )
         wanted = family.text_width(replaced.config)
         widths = [text_width(one.network) for one in ensemble.experts]
         if other := next((one for one in widths if one not in (None, wanted)), None):
@@ -213,7 +227,11 @@ class DropIn(nn.Module):
         given = dict(rest)
         given |= given.pop("added_cond_kwargs", None) or {}
         timestep = torch.as_tensor(given.pop("timestep"))
-        given = {name: one for name, one in given.items() if not (one is None or one is False or one == {})}
+        given = {
+            name: one
+            for name, one in given.items()
+            if not (one is None or one is False or one == {})
+        }
         state, given = self._family.read_call(state, given)
         residuals = {one: given.pop(one) for one in self._family.residuals if one in given}
         odd = [one for one, value in given.items() if not isinstance(value, Tensor)]
@@ -227,7 +245,9 @@ class DropIn(nn.Module):
         if self._path is None or self._path[0] is not config:
             name, variance = type(scheduler).__name__, config.get("variance_type")
             if variance in ("learned", "learned_range"):
-                raise HddmError(f"{name}: variance_type is {variance}, and experts predict no variance")
+                raise HddmError(
+                    f"{name}: variance_type is {variance}, and experts predict no variance"
+                )
             schedule = from_diffusers(scheduler)
             predicts = declared_prediction_type(scheduler) or PredictionType.EPSILON
             is_flow = isinstance(schedule, LinearSchedule)
@@ -249,7 +269,9 @@ class DropIn(nn.Module):
     def _velocity(self, x: Tensor, times: Tensor, call: _Call) -> Tensor:
         model, conditions = self.model, call.conditions
         check_names(conditions, model.conditions)
-        if call.residuals and any(family_behind(one.network) is not self._family for one in model.experts):
+        if call.residuals and any(
+            family_behind(one.network) is not self._family for one in model.experts
+        ):
             raise HddmError(
                 f"a ControlNet adds to layers of {self._kind}, and an expert's network is of another class"
             )
@@ -269,7 +291,9 @@ class DropIn(nn.Module):
         """Weights (batch, K): of the strategy, or 1 for the expert that an image has drawn."""
         model, run = self.model, self._generation_of(x, times, conditions)
         commits, prior = model.commits_at, run.prior
-        is_drawn = model.strategy == "draw" or (commits is not None and bool((times <= commits).any()))
+        is_drawn = model.strategy == "draw" or (
+            commits is not None and bool((times <= commits).any())
+        )
         if not is_drawn:
             shares = None if prior is None else run.of_branches(prior, len(x))
             return model.weights(x, times, conditions=conditions, prior=shares)
@@ -279,14 +303,18 @@ class DropIn(nn.Module):
             run.expert = pick_experts(posterior_of(model, x[: run.images], time, own), run.places)
         return model.weights(x, times, run.of_branches(run.expert, len(x)))
 
-    def _generation_of(self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]) -> Generation:
+    def _generation_of(
+        self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]
+    ) -> Generation:
         """The generation that a call belongs to, which it may begin."""
         model, run = self.model, self._generation
         now, timesteps = float(times.max()), self.pipe.scheduler.timesteps
         if run is None or run.timesteps is not timesteps or now > run.start + ROUNDING:
             return self._begin(Generation(timesteps, now, signs_of(x)), conditions)
         if now < run.start - ROUNDING:
-            keeps = model.strategy == "draw" or model.commits_at is not None or run.prior is not None
+            keeps = (
+                model.strategy == "draw" or model.commits_at is not None or run.prior is not None
+            )
             if keeps and run.others and not run.has_left and run.is_of_another(signs_of(x)):
                 raise HddmError(
                     "two generations take turns, and each of them keeps its experts; take one hddm.drop_in "
@@ -333,10 +361,14 @@ def _is_described(ensemble: Ensemble) -> bool:
 
 def _of_images(conditions: Mapping[str, Tensor], images: int) -> dict[str, Tensor]:
     """Conditions of the images: pipelines put the branch without a class last, and without a prompt first."""
-    return {name: one[:images] if name == LABELS else one[-images:] for name, one in conditions.items()}
+    return {
+        name: one[:images] if name == LABELS else one[-images:] for name, one in conditions.items()
+    }
 
 
-def _rows(residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | None) -> dict[str, Any]:
+def _rows(
+    residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | None
+) -> dict[str, Any]:
     if rows is None:
         return dict(residuals)
     return {

@@ -73,7 +73,9 @@ def _likeness(signs: Tensor, others: Tensor) -> float:
 
 def signs_of(x: Tensor) -> Tensor:
     """Signs of the images of a batch whose rows may be repeated, once per branch of guidance."""
-    branches = next(n for n in (2, 3, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n))))
+    branches = next(
+        n for n in (2, 3, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n)))
+    )
     # A scheduler scales its states; signs stay.
     return (x[: len(x) // branches] > 0).cpu()
 

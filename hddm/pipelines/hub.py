@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 
 from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, table
@@ -34,12 +38,23 @@ from hddm.utils.records import MANIFEST, PAPERS, has_manifest, model_hash, seale
 CARD = "README.md"
 MARK = "<!-- hddm push writes this card anew; without this line it is yours, and stays. -->"
 _HUB_LICENCES = {
-    *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "gpl-3.0", "agpl-3.0", "lgpl-3.0"),
+    *(
+        "apache-2.0",
+        "mit",
+        "bsd-2-clause",
+        "bsd-3-clause",
+        "mpl-2.0",
+        "gpl-3.0",
+        "agpl-3.0",
+        "lgpl-3.0",
+    ),
     *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0"),
     *("openrail", "openrail++", "creativeml-openrail-m", "bigscience-openrail-m", "unlicense"),
 }
 """Licences that hubs know by name; any other is ``other``, with its own name beside it."""
-_NON_COMMERCIAL = re.compile(r"(?<![a-z])(nc(?![a-z])|non.?commercial|research.only)", re.IGNORECASE)
+_NON_COMMERCIAL = re.compile(
+    r"(?<![a-z])(nc(?![a-z])|non.?commercial|research.only)", re.IGNORECASE
+)
 
 Licences = Mapping[str, str | None]
 """Licence by the name of a part, None where it is unknown."""
@@ -58,7 +73,9 @@ class Upload:
     def sizes(self) -> dict[str, int]:
         """Bytes of each file."""
         files = self.files.items()
-        return {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files}
+        return {
+            name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files
+        }
 
 
 def plan_upload(
@@ -79,10 +96,14 @@ def plan_upload(
     `model_card`.
     """
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
-        raise UsageError(f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.'")
+        raise UsageError(
+            f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.'"
+        )
     restore(folder)
     if not (folder / ENSEMBLE_FILE).is_file():
-        raise UsageError(f"{folder}: no ensemble folder ({ENSEMBLE_FILE}); make one with hddm assemble")
+        raise UsageError(
+            f"{folder}: no ensemble folder ({ENSEMBLE_FILE}); make one with hddm assemble"
+        )
     record = read_ensemble_record(folder)
     refuse_damaged_ensemble(folder, record, range(len(record.experts)))
     if line := foreign_pipeline(folder):
@@ -97,12 +118,16 @@ def plan_upload(
     papers |= {name for name in others if name.lower().endswith(_PICTURES)}
     # Folders of other tools may hold private pictures and notes.
     papers = {name for name in papers if Path(name).parent.as_posix() in (".", "pictures")}
-    files: dict[str, Path | bytes] = {name: inside(folder, name) for name in sorted(sealed | papers)}
+    files: dict[str, Path | bytes] = {
+        name: inside(folder, name) for name in sorted(sealed | papers)
+    }
     own, sheet = folder / CARD, None
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
     given = {"licence": licence, "picture": picture, "results": results}
     if is_own and (requested := [name for name, one in given.items() if one is not None]):
-        raise UsageError(f"`{requested[0]}`: is for a card that hddm writes, and {own} is yours; drop one")
+        raise UsageError(
+            f"`{requested[0]}`: is for a card that hddm writes, and {own} is yours; drop one"
+        )
     if picture is not None:
         sheet = f"picture{picture.suffix.lower()}"
         files[sheet] = picture
@@ -115,7 +140,10 @@ def plan_upload(
 
 
 def upload(
-    planned: Upload, private: bool | None = None, token: str | None = None, message: str | None = None
+    planned: Upload,
+    private: bool | None = None,
+    token: str | None = None,
+    message: str | None = None,
 ) -> str:
     """Send files to a repository, which is created if it does not exist; return its address.
 
@@ -136,7 +164,9 @@ def upload(
             for one in additions:
                 api.preupload_lfs_files(repo_id, [one])
                 advance(sizes[one.path_in_repo])
-            api.create_commit(repo_id, additions, commit_message=message or "Upload an ensemble with hddm")
+            api.create_commit(
+                repo_id, additions, commit_message=message or "Upload an ensemble with hddm"
+            )
             return str(address)
     # For connections it raises the errors of another library, which differ by its version.
     except Exception as error:
@@ -179,9 +209,15 @@ def model_card(
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
     classes = join_classes(tuple(one.classes for one in experts)).names
-    shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
+    shapes = dict.fromkeys(
+        "×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records
+    )
     environment = templates(is_html=False, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"literal": _literal, "counted": counted, "basename": lambda path: Path(path).name}
+    environment.filters |= {
+        "literal": _literal,
+        "counted": counted,
+        "basename": lambda path: Path(path).name,
+    }
     template = environment.get_template("pipelines/card.md.j2")
     title = repo_id.split("/")[-1]
     text = template.render(
@@ -260,7 +296,9 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     result = read_result(results)
     source = None if result.sampling is None else result.sampling.source_sha256
     if source not in (None, model_hash(folder)):
-        raise HddmError(f"`results` {results}: measures another model; sample {folder}, and evaluate that")
+        raise HddmError(
+            f"`results` {results}: measures another model; sample {folder}, and evaluate that"
+        )
     marks = [f"Not comparable: {reason}." for reason in result.reasons]
     shown = table([ResultGroup(title, (Result(results, result, title),))])
     return "\n\n".join([shown, *map(_literal, marks)])

@@ -62,7 +62,10 @@ class Encoding(Offloading):
                 arguments, and arguments that exclude each other.
         """
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
-        texts, negatives = _texts_of(prompt, "prompt"), _texts_of(negative_prompt, "negative_prompt")
+        texts, negatives = (
+            _texts_of(prompt, "prompt"),
+            _texts_of(negative_prompt, "negative_prompt"),
+        )
         if not any(negatives or ()):
             # The empty text is what guidance moves away from anyway.
             negatives = None
@@ -87,7 +90,11 @@ class Encoding(Offloading):
         return Conditions(given, against, prior)
 
     def _refuse_unread(
-        self, texts: Sequence[str] | None, negatives: Sequence[str] | None, has_labels: bool, has_tokens: bool
+        self,
+        texts: Sequence[str] | None,
+        negatives: Sequence[str] | None,
+        has_labels: bool,
+        has_tokens: bool,
     ) -> None:
         """Raise an `HddmError` for texts that no expert would read.
 
@@ -97,7 +104,9 @@ class Encoding(Offloading):
         if texts is not None and not self.readers and not self._takes_classes.any():
             raise HddmError("`prompt`: the model is unconditional; drop the option")
         if texts is not None and has_labels and not self.readers:
-            raise HddmError("`prompt`, `class_labels`: these experts take classes alone; pass one of the two")
+            raise HddmError(
+                "`prompt`, `class_labels`: these experts take classes alone; pass one of the two"
+            )
         if negatives is not None and not reads_text:
             raise HddmError("`negative_prompt`: no expert reads text; drop the option")
         if negatives is not None and texts is None and not has_tokens:
@@ -116,7 +125,9 @@ class Encoding(Offloading):
         num = math.lcm(*map(len, given.values()))
         cycled = Conditions({LABELS: given[LABELS]}, {}, prior).cycled(range(num))
         text = {name: value for name, value in given.items() if name != LABELS}
-        able = [found for one in (text, cycled.given) if (found := ensemble.able(num, one)) is not None]
+        able = [
+            found for one in (text, cycled.given) if (found := ensemble.able(num, one)) is not None
+        ]
         if not able:
             return prior
         shares = ensemble.prior_of(num, text | cycled.given, cycled.prior)
@@ -177,7 +188,11 @@ class Encoding(Offloading):
                 )
             with self.present(reader[0]) as present:
                 is_whole = isinstance(present, PromptEncoders)
-                made = present.embed(texts, is_negative) if is_whole else embed(present, reader[1], texts)
+                made = (
+                    present.embed(texts, is_negative)
+                    if is_whole
+                    else embed(present, reader[1], texts)
+                )
             pooled = made.pooled if number == self._topics else pooled
             for keyword, value in made.conditions.items():
                 name = numbered(keyword, number)
@@ -195,7 +210,10 @@ class Encoding(Offloading):
         ensemble, takes_classes = self.ensemble, self._takes_classes
         if pooled is None and not takes_classes.any():
             return None, None
-        rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
+        rows, is_described = (
+            ensemble.prior.expand(len(texts), -1),
+            torch.zeros(len(takes_classes)).bool(),
+        )
         if pooled is not None and (router := ensemble.prompt_router) is not None:
             rows = router(pooled)
             is_described = torch.tensor([part.topic is not None for part in ensemble.parts])
@@ -206,9 +224,13 @@ class Encoding(Offloading):
         by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
         # Class experts without a topic share their part of the images among those that know the class.
         named = by_class * ~is_described
-        part = (ensemble.prior * takes_classes * ~is_described).sum() * (named.sum(1, keepdim=True) > 0)
+        part = (ensemble.prior * takes_classes * ~is_described).sum() * (
+            named.sum(1, keepdim=True) > 0
+        )
         named = part * named / named.sum(1, keepdim=True).clamp_min(1e-300)
-        rows = torch.where(takes_classes, rows * is_described * (by_class > 0), rows * self._reads_text)
+        rows = torch.where(
+            takes_classes, rows * is_described * (by_class > 0), rows * self._reads_text
+        )
         # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
         rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
@@ -241,7 +263,9 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
     found = [name for name in classes if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
     longest = max(found, key=len, default="")
     if others := [name for name in found if name.lower() not in longest.lower()]:
-        warnings.warn(f"prompt {text[:60]!r}: taken as {longest}, not {' and '.join(others)}", stacklevel=2)
+        warnings.warn(
+            f"prompt {text[:60]!r}: taken as {longest}, not {' and '.join(others)}", stacklevel=2
+        )
     return classes.index(longest) if found else len(classes)
 
 
@@ -252,7 +276,9 @@ def _add(into: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
     into |= new
 
 
-def repeated(conditions: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:
+def repeated(
+    conditions: Conditions, times: int, batch: int | None = None
+) -> tuple[Conditions, int]:
     """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
 
     Single rows are expanded to the number of rows of the others, and to ``batch`` rows if provided.
@@ -309,7 +335,9 @@ def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = 
     """
     if isinstance(images, np.ndarray):
         if images.size and not 0 <= images.min() <= images.max() <= 1:
-            raise HddmError(f"{name}: array of {images.min():g} to {images.max():g}; pass pixels from 0 to 1")
+            raise HddmError(
+                f"{name}: array of {images.min():g} to {images.max():g}; pass pixels from 0 to 1"
+            )
         images = torch.from_numpy(images).float().movedim(-1, -3) * 2 - 1
     if isinstance(images, Tensor):
         pixels = images.float() if images.ndim == 4 else images.float()[None]
@@ -339,13 +367,17 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
     else:
         is_open = pixels_of(masks, 1, size, "mask_image") >= 0
         pictures = [
-            one for side in (masks, images) for one in (side if isinstance(side, Sequence) else [side])
+            one
+            for side in (masks, images)
+            for one in (side if isinstance(side, Sequence) else [side])
         ]
         sizes = [one.size for one in pictures if isinstance(one, Image.Image)]
         ratios = [width / height for width, height in sizes]
         if max(ratios) > 1.02 * min(ratios):
             mask, image = ("×".join(map(str, one)) for one in (sizes[0], sizes[-1]))
-            raise HddmError(f"mask_image of {mask} pixels is cropped unlike image of {image}; crop both")
+            raise HddmError(
+                f"mask_image of {mask} pixels is cropped unlike image of {image}; crop both"
+            )
     return is_open
 
 
@@ -373,7 +405,9 @@ class Pictures(Offloading):
         number = self.ensemble.vaes[expert]
         return None if number < 0 else getattr(self, numbered("vae", number))
 
-    def picture(self, begin: Begin, expert: int, source: Conditions | None = None) -> Picture | None:
+    def picture(
+        self, begin: Begin, expert: int, source: Conditions | None = None
+    ) -> Picture | None:
         """What images begin with, in an expert's units, encoded by its VAE, and conditions that describe it.
 
         A latent is new if any of its pixels is. Raises `HddmError` for pictures that do not fit.
@@ -388,8 +422,14 @@ class Pictures(Offloading):
             self.experts.records[expert].sample_shape,
             self.size_of(expert),
         )
-        if part is None and not self.experts.records[expert].makes_pictures and not isinstance(image, Tensor):
-            raise HddmError(f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents")
+        if (
+            part is None
+            and not self.experts.records[expert].makes_pictures
+            and not isinstance(image, Tensor)
+        ):
+            raise HddmError(
+                f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents"
+            )
         x_0 = pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
         mask = pixel_mask = None if mask_image is None else mask_of(mask_image, image, size)
         if part is not None:
@@ -397,12 +437,16 @@ class Pictures(Offloading):
                 x_0 = latents_of(vae, pixels)
             if pixel_mask is not None:
                 mask = adaptive_max_pool2d(pixel_mask.float(), shape[1:]) > 0
-        return Picture(x_0.cpu(), strength, mask, begin.resampling_steps, pixels, pixel_mask, source)
+        return Picture(
+            x_0.cpu(), strength, mask, begin.resampling_steps, pixels, pixel_mask, source
+        )
 
     def images_of(self, how: Plan, batch: Batch, samples: Tensor) -> Tensor:
         """Images of a batch's samples (`decode`), in which its picture keeps its own pixels."""
         picture = how.picture(batch.kind)
-        return self.decode(samples, batch.kind, None if picture is None else picture.rows(batch.rows))
+        return self.decode(
+            samples, batch.kind, None if picture is None else picture.rows(batch.rows)
+        )
 
     def decode(self, latents: Tensor, expert: int = 0, picture: Picture | None = None) -> Tensor:
         """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or clipped pixels.

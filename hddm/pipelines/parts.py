@@ -44,7 +44,10 @@ def dtypes_of(dtype: DtypeOfParts) -> dict[str, torch.dtype]:
 
 
 def read_parts(
-    folder: Path, places: Mapping[str, str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, Any]
+    folder: Path,
+    places: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Components of a pipeline: those ``given``, the others from their ``places`` in a folder."""
     found = dict(given)
@@ -65,7 +68,9 @@ class StockPart(diffusers.ModelMixin):  # type: ignore[misc]
     """A network of an ensemble, by its folder."""
 
     @classmethod
-    def from_pretrained(cls, folder: str, torch_dtype: torch.dtype | None = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls, folder: str, torch_dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
         """Read the part in ``folder``, which lies in that of the ensemble.
 
         ``options`` of the loader have no effect. Raises `HddmError` as `hddm.HDDMPipeline.from_pretrained`.

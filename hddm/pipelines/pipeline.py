@@ -116,9 +116,16 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         Raises `HddmError` for a scheduler that does more than shift its grid, and for parts that do not fit
         together.
         """
-        models = (self.experts, self.router, getattr(self.router, "record", None), self.experts.record)
+        models = (
+            self.experts,
+            self.router,
+            getattr(self.router, "record", None),
+            self.experts.record,
+        )
         shift = shift_of(self.scheduler)
-        if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
+        if self._ensemble is None or any(
+            a is not b for a, b in zip(models, self._made_of, strict=True)
+        ):
             self._ensemble, self._made_of = ensemble_of(self.experts, self.router), models
         self._ensemble.shift = shift
         return self._ensemble
@@ -172,7 +179,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         folder = Path(pretrained_model_name_or_path)
         restore(folder)
         if not folder.exists():
-            raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
+            raise HddmError(
+                f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first"
+            )
         opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.record.shift)
         found = {"router": opened.router, "scheduler": scheduler}
@@ -190,7 +199,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as in any diffusers pipeline."""
-        dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
+        dtype = kwargs.pop("dtype", None) or next(
+            (one for one in args if isinstance(one, torch.dtype)), None
+        )
         if dtype is not None:
             # The casts of diffusers' own models warn for no reason.
             for part in self._beside_experts():
@@ -205,7 +216,11 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
     def _router_module(self) -> nn.Module | None:
         # A `hddm.routers.Router` is no module, but its network may be.
-        router = self.router if isinstance(self.router, nn.Module) else getattr(self.router, "network", None)
+        router = (
+            self.router
+            if isinstance(self.router, nn.Module)
+            else getattr(self.router, "network", None)
+        )
         return router if isinstance(router, nn.Module) else None
 
     def _beside_experts(self) -> list[nn.Module]:
@@ -237,7 +252,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
-            raise HddmError(f"{folder}: these experts are read from it as they are needed; save elsewhere")
+            raise HddmError(
+                f"{folder}: these experts are read from it as they are needed; save elsewhere"
+            )
         with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
             kinds = {}
             for name in COMPONENTS:
@@ -348,7 +365,12 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         """
         guidance = Guidance.of(guidance_scale)
         encoded = self.encode(
-            prompt, class_labels, negative_prompt, guidance.by_condition, conditions, negative_conditions
+            prompt,
+            class_labels,
+            negative_prompt,
+            guidance.by_condition,
+            conditions,
+            negative_conditions,
         )
         repeats, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._interrupt = False
@@ -374,7 +396,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             bar.update()
             if callback_on_step_end is None:
                 return x
-            outcome = callback_on_step_end(self, index, 1000 * float(how.times[index]), {"latents": x})
+            outcome = callback_on_step_end(
+                self, index, 1000 * float(how.times[index]), {"latents": x}
+            )
             return (outcome or {}).get("latents", x).to(x)
 
         for batch in batches(how, range(start, start + num), repeats, num):
@@ -383,7 +407,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             if is_apart and self._interrupt:
                 # Images of this kind and of the next ones stay None.
                 break
-            made.append((batch, samples if output_type == "latent" else self.images_of(how, batch, samples)))
+            made.append(
+                (batch, samples if output_type == "latent" else self.images_of(how, batch, samples))
+            )
         for rows, _, found in gathered(made):
             of_kind = found
             if output_type != "latent":
@@ -414,13 +440,17 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             raise HddmError(f"start {start} counts the images of a seed; pass one")
         is_apart = self.is_apart(expert)
         if is_apart and latents is not None:
-            raise UsageError("`latents`: these experts make samples of several kinds; use one `expert`")
+            raise UsageError(
+                "`latents`: these experts make samples of several kinds; use one `expert`"
+            )
         shape = () if is_apart else shape_of(self.ensemble, expert or 0)
         if latents is not None:
             latents = latents.to(state_dtype(self.ensemble))
             if latents.shape != (num, *shape):
                 needed = (num, *shape)
-                raise HddmError(f"latents have shape {tuple(latents.shape)}; {num} images need {needed}")
+                raise HddmError(
+                    f"latents have shape {tuple(latents.shape)}; {num} images need {needed}"
+                )
         if seed is None:
             return Generated(generator, num, shape, latents)
         return Seeded(seed) if latents is None else Latents(seed, start, x=latents)
@@ -428,13 +458,17 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
     def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""
         source = None if begin.edit_from is None else self.encode(begin.edit_from)
-        return plan(self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k, source)), **how)
+        return plan(
+            self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k, source)), **how
+        )
 
     def is_apart(self, expert: int | None) -> bool:
         """True if samples are of several kinds, and so cannot be one tensor."""
         return expert is None and not self.ensemble.are_alike()
 
-    def check_output(self, expert: int | None, is_decoded: bool, of_one_kind: Mapping[str, object]) -> None:
+    def check_output(
+        self, expert: int | None, is_decoded: bool, of_one_kind: Mapping[str, object]
+    ) -> None:
         """Raise an `HddmError` if samples are of several kinds or cannot be decoded, though they should.
 
         ``of_one_kind`` are options that need samples of one kind; those in use are true.
@@ -442,9 +476,13 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         is_apart = self.is_apart(expert)
         for name in of_one_kind if is_apart else ():
             if of_one_kind[name]:
-                raise UsageError(f"`{name}`: these experts make samples of several kinds; use one `expert`")
+                raise UsageError(
+                    f"`{name}`: these experts make samples of several kinds; use one `expert`"
+                )
         for k in range(len(self.experts.records)) if expert is None else [expert]:
             record = self.experts.records[k]
             if is_decoded and self.vae_of(k) is None and not record.makes_pictures:
                 latent = "" if is_apart else ", or use `output_type` latent"
-                raise HddmError(f"expert {k} makes latents {record.sample_shape}{self._no_vae}{latent}")
+                raise HddmError(
+                    f"expert {k} makes latents {record.sample_shape}{self._no_vae}{latent}"
+                )

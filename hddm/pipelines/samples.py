@@ -103,11 +103,15 @@ def sample_to_folder(
         Draft(out, "sampling").discard_finished()
         log.info("%s: is finished; nothing is left to do", out)
     elif grid and sheet.exists() and not overwrite:
-        raise HddmError(f"{sheet} exists: choose another `out`, or pass `overwrite=True` to replace it")
+        raise HddmError(
+            f"{sheet} exists: choose another `out`, or pass `overwrite=True` to replace it"
+        )
     else:
         # The format decides how the parts of a draft are laid out.
         begun = identity | {"format": FORMAT}
-        with open_draft(out, SAMPLING_FILE, begun, "sampling", run.kept, overwrite, resume) as draft:
+        with open_draft(
+            out, SAMPLING_FILE, begun, "sampling", run.kept, overwrite, resume
+        ) as draft:
             run.write(draft)
             write_json(draft.whole / SAMPLING_FILE, record | {"expert_use": run.report()})
     if overwrite:
@@ -118,10 +122,14 @@ def sample_to_folder(
     return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers])
 
 
-def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
+def planned(
+    pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None
+) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
     begin = Begin(image, mask, settings.strength, settings.resampling_steps, settings.edit_from)
-    return pipeline.plan(begin, expert=settings.expert, **settings.arguments, noise=Seeded(settings.seed))
+    return pipeline.plan(
+        begin, expert=settings.expert, **settings.arguments, noise=Seeded(settings.seed)
+    )
 
 
 def _what_runs(settings: SampleSettings, how: Plan) -> dict[str, Any]:
@@ -143,7 +151,9 @@ def _say_unused(settings: SampleSettings) -> None:
     for name, number in (("prompt", len(settings.prompts)), ("class_labels", len(settings.labels))):
         if settings.start == 0 and number > settings.num_images:
             text = f"the last {number - settings.num_images} of {number} make no image"
-            warnings.warn(f"`{name}`: {text}, as `num_images` is {settings.num_images}", stacklevel=3)
+            warnings.warn(
+                f"`{name}`: {text}, as `num_images` is {settings.num_images}", stacklevel=3
+            )
 
 
 class _Run:
@@ -161,7 +171,9 @@ class _Run:
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to continue."""
-        return f"{self.ready} of {self.settings.num_images} images are kept, and `resume=True` goes on"
+        return (
+            f"{self.ready} of {self.settings.num_images} images are kept, and `resume=True` goes on"
+        )
 
     def report(self) -> dict[str, Any]:
         """Use of the experts, and which of them made which image."""
@@ -189,7 +201,10 @@ class _Run:
                         log.info("%d of %d images are there; the rest follows", self.ready, total)
                     is_continued = True
                     written = self._made(draft, name, batch, progress)
-                    files = {path.relative_to(draft.folder).as_posix(): sha256_of(path) for path in written}
+                    files = {
+                        path.relative_to(draft.folder).as_posix(): sha256_of(path)
+                        for path in written
+                    }
                     makers = self._makers()
                     # The use of the experts up to the end of this batch.
                     draft.finish(part, {"use": self.use.tally.tolist(), "makers": makers}, files)
@@ -210,9 +225,13 @@ class _Run:
             own = range(start, min(start + ROUND, numbers.stop))
             conditions = self.cycles.cycled(own)
             if self.how.expert is None:
-                prior = self.pipeline.ensemble.prior_of(len(own), conditions.given, conditions.prior)
+                prior = self.pipeline.ensemble.prior_of(
+                    len(own), conditions.given, conditions.prior
+                )
                 self.expected += prior.sum(0)
-            for place, batch in enumerate(batches(self.how, own, conditions, self.settings.batch_size)):
+            for place, batch in enumerate(
+                batches(self.how, own, conditions, self.settings.batch_size)
+            ):
                 yield f"{start:05d}-{place:05d}", batch
 
     def _made(self, draft: Draft, name: str, batch: Batch, progress: Progress) -> list[Path]:
@@ -245,7 +264,9 @@ class _Run:
     def _warn(self) -> None:
         settings, ensemble, own = self.settings, self.pipeline.ensemble, self.pipeline.record.shift
         if settings.shift is not None and settings.shift != own:
-            warnings.warn(f"`shift` {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
+            warnings.warn(
+                f"`shift` {settings.shift:g}, and the model's own is {own:g}", stacklevel=3
+            )
         if settings.expert is not None:
             return
         if self.cycles.prior is not None:
@@ -287,7 +308,9 @@ def _record(
         **settings.model_dump(mode="json"),
         **{f"{name}_sha256": sha256_of(path) for name, path in files.items() if path is not None},
         "device": str(available_device(settings.device)),
-        "strategy": None if settings.expert is not None else settings.strategy or pipeline.record.strategy,
+        "strategy": None
+        if settings.expert is not None
+        else settings.strategy or pipeline.record.strategy,
         "shift": pipeline.record.shift if settings.shift is None else settings.shift,
         "model_shift": pipeline.record.shift,
         "weights": sorted({one.weights for one in pipeline.experts.records}),
@@ -299,7 +322,16 @@ def _record(
 
 _FREE = {"format", "hddm", "offload", "max_memory", "expert_use"}
 """Keys of the record that change no image."""
-_HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights", "vae", "class_names"}
+_HASHED = {
+    "source",
+    "conditions",
+    "init_image",
+    "mask",
+    "model_shift",
+    "weights",
+    "vae",
+    "class_names",
+}
 """Keys of the record that the hash of the source or of the conditions covers."""
 
 
@@ -332,7 +364,9 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
         with errors_as(HddmError, f"`conditions` {path}"):
             tensors[LABELS] = class_indices(tensors[LABELS], classes)
     against = {
-        name.removeprefix(NEGATIVE): tensors.pop(name) for name in [*tensors] if name.startswith(NEGATIVE)
+        name.removeprefix(NEGATIVE): tensors.pop(name)
+        for name in [*tensors]
+        if name.startswith(NEGATIVE)
     }
     labels = None
     if settings.labels:
@@ -347,7 +381,9 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             conditions=tensors,
             negative_conditions=against,
         )
-    if text not in found.given and any(text in one.null_conditions for one in pipeline.ensemble.experts):
+    if text not in found.given and any(
+        text in one.null_conditions for one in pipeline.ensemble.experts
+    ):
         warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)
     return found
 

@@ -120,7 +120,9 @@ def read_request(body: bytes, limits: Limits) -> ImageRequest:
 def refuse_more(name: str, value: int, most: int) -> None:
     """Raise a `Refusal` with status 400 for a number above a limit."""
     if value > most:
-        raise Refusal(400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name)
+        raise Refusal(
+            400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name
+        )
 
 
 class Front:
@@ -153,7 +155,10 @@ class Front:
         self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
         self.threads = ThreadPoolExecutor(
-            settings.max_queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
+            settings.max_queue + 1,
+            "hddm-front",
+            initializer=torch.set_num_threads,
+            initargs=(threads,),
         )
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -163,7 +168,9 @@ class Front:
         """Since when a worker has not answered, in monotonic seconds; 0 if it does."""
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("hddm_requests", "Requests answered", ["status"], registry=registry)
-        self.seconds = Histogram("hddm_request_seconds", "Seconds of a request for images", registry=registry)
+        self.seconds = Histogram(
+            "hddm_request_seconds", "Seconds of a request for images", registry=registry
+        )
         self.queue = Gauge("hddm_queue", "Requests that wait or run", registry=registry)
         self.queue.set_function(lambda: self.active)
         by_expert: dict[str, Any] = {"labelnames": ["expert"], "registry": registry}
@@ -192,7 +199,10 @@ class Front:
             response = await answer(request)
         except Exception as error:
             refusal = self._refusal(error, one_line(line, 100))
-            headers = {429: {"Retry-After": str(self.patience)}, 401: {"WWW-Authenticate": "Bearer"}}
+            headers = {
+                429: {"Retry-After": str(self.patience)},
+                401: {"WWW-Authenticate": "Bearer"},
+            }
             response = JSONResponse(refusal.body, refusal.status, headers.get(refusal.status))
         self.requests.labels(str(response.status_code)).inc()
         return response
@@ -241,10 +251,16 @@ class Front:
         wanted = read_request(await _body(request), self.limits)
         expert = self._check(wanted)
         if self.active >= self.limits.max_queue:
-            raise Refusal(429, f"{self.active} requests wait or run; try again in {self.patience} s")
+            raise Refusal(
+                429, f"{self.active} requests wait or run; try again in {self.patience} s"
+            )
         images = await self._made(wanted, expert)
         data = [
-            {"b64_json": b64encode(image).decode(), "seed": wanted.seed, "index": wanted.start + row}
+            {
+                "b64_json": b64encode(image).decode(),
+                "seed": wanted.seed,
+                "index": wanted.start + row,
+            }
             for row, image in images
         ]
         return JSONResponse({"created": int(time.time()), "data": data})
@@ -259,7 +275,9 @@ class Front:
             return None
         names = [f"{self.name}/{expert}" for expert in self.experts]
         if wanted.model not in names:
-            reason = f"there is no model {one_line(repr(wanted.model), 60)}; GET /v1/models lists them"
+            reason = (
+                f"there is no model {one_line(repr(wanted.model), 60)}; GET /v1/models lists them"
+            )
             raise Refusal(404, reason, "model")
         return names.index(wanted.model)
 
@@ -279,7 +297,9 @@ class Front:
             if not limit.expired():
                 raise
             seconds = self.limits.timeout
-            raise Refusal(504, f"took more than {seconds:g} s; ask for fewer images or steps") from error
+            raise Refusal(
+                504, f"took more than {seconds:g} s; ask for fewer images or steps"
+            ) from error
         finally:
             self.active -= 1
 
@@ -288,12 +308,16 @@ class Front:
         pipeline, prompt = self.pipeline, wanted.prompt
         labels = [prompt] if prompt in pipeline.ensemble.classes else None
         texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
-        conditions = pipeline.encode(texts, labels, wanted.negative_prompt, wanted.guidance.by_condition)
+        conditions = pipeline.encode(
+            texts, labels, wanted.negative_prompt, wanted.guidance.by_condition
+        )
         how = plan(self.ensemble, **wanted.arguments, expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.max_steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         pieces = list[Piece]()
-        for batch in batches(how, numbers, conditions.cycled(range(wanted.n)), self.limits.batch_size):
+        for batch in batches(
+            how, numbers, conditions.cycled(range(wanted.n)), self.limits.batch_size
+        ):
             for k in [None] if batch.expert is None else batch.expert.unique().tolist():
                 own = batch if k is None else batch.part((batch.expert == k).nonzero()[:, 0])
                 pieces.append((own, k))
@@ -326,7 +350,9 @@ class Front:
             guidance, *conditions = shared[k]
             times = tuple(how.times.tolist())
             seed = cast(Seeded, how.noise).seed
-            job = SampleJob(seed, tuple(batch.numbers), times, how.solver_name, guidance, *conditions)
+            job = SampleJob(
+                seed, tuple(batch.numbers), times, how.solver_name, guidance, *conditions
+            )
             return await self._ask(k, job)
         is_left = False
 
@@ -341,7 +367,9 @@ class Front:
     def _decode(self, rows: Tensor, expert: int, samples: Tensor) -> list[Image]:
         """Images of these samples; ``rows`` are their numbers in the request."""
         found = []
-        decoded = (self.pipeline.decode(one, expert) for one in samples.split(self.limits.batch_size))
+        decoded = (
+            self.pipeline.decode(one, expert) for one in samples.split(self.limits.batch_size)
+        )
         images = (image for batch in decoded for image in to_bytes(batch))
         for row, image in zip(rows.tolist(), images, strict=True):
             save_png(image, file := io.BytesIO())
@@ -363,13 +391,17 @@ class Front:
             try:
                 while not (await asyncio.wait([task], timeout=WAIT))[0]:
                     if not await self._is_there(k) and time.monotonic() - self.missing[k] > RESTART:
-                        raise Refusal(503, f"{self.experts[k]} has no worker; /healthz tells when it has one")
+                        raise Refusal(
+                            503, f"{self.experts[k]} has no worker; /healthz tells when it has one"
+                        )
                 found = task.result()
             except RayTaskError:
                 raise
             except (RayError, RayServeException) as error:
                 self.lost.labels(self.experts[k]).inc()
-                log.warning("%s lost its worker (%s); asks again", self.experts[k], type(error).__name__)
+                log.warning(
+                    "%s lost its worker (%s); asks again", self.experts[k], type(error).__name__
+                )
                 await asyncio.sleep(AGAIN)
             else:
                 self.missing[k] = 0.0

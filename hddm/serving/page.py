@@ -95,7 +95,9 @@ def _mark(place: int) -> tuple[str, str]:
     return f"color-mix(in srgb, #000 {40 * again % 90}%, {_COLOURS[k]})", letter
 
 
-def results(panels: Sequence[Panel], state: str = "", files: Mapping[str, Image.Image] | None = None) -> str:
+def results(
+    panels: Sequence[Panel], state: str = "", files: Mapping[str, Image.Image] | None = None
+) -> str:
     """All images with their strips as HTML, in rows from the same noise, and the command lines.
 
     ``state`` is a line above; ``files`` are pictures by the names under which the commands read them.
@@ -129,12 +131,19 @@ class Play:
         self._stopped = stopped = threading.Event()
         picture, mask = self._pictures(inputs.pop("canvas"))
         files = {name: one for name, one in ((START, picture), (MASK, mask)) if one is not None}
-        inputs |= {"init_image": Path(START) if picture else None, "mask": Path(MASK) if mask else None}
+        inputs |= {
+            "init_image": Path(START) if picture else None,
+            "mask": Path(MASK) if mask else None,
+        }
         # Painted areas are all new, which is the default with a mask.
-        inputs["strength"] = None if mask or not picture or inputs["strength"] == 0.8 else inputs["strength"]
+        inputs["strength"] = (
+            None if mask or not picture or inputs["strength"] == 0.8 else inputs["strength"]
+        )
         show, left_out, expert = (inputs.pop(name) for name in ("show", "left_out", "expert"))
         try:
-            panels = self._panels(show, left_out, self._settings(inputs), self._model.leads.get(expert))
+            panels = self._panels(
+                show, left_out, self._settings(inputs), self._model.leads.get(expert)
+            )
         except HddmError as error:
             yield str(_PARTS.error(" ".join([error.message, *error.details]))), idle
             return
@@ -151,27 +160,45 @@ class Play:
         ensemble = self._model.pipeline.ensemble
         # Commas separate names.
         names = {one: str(k) if "," in one else one for k, one in enumerate(ensemble.classes)}
-        inputs["class_labels"] = ",".join(names[one] for one in inputs["class_labels"] or ()) or None
+        inputs["class_labels"] = (
+            ",".join(names[one] for one in inputs["class_labels"] or ()) or None
+        )
         inputs["prompts"] = (prompt,) if (prompt := (inputs["prompts"] or "").strip()) else ()
-        inputs["strategy"] = None if inputs["strategy"] in ("", ensemble.strategy) else inputs["strategy"]
+        inputs["strategy"] = (
+            None if inputs["strategy"] in ("", ensemble.strategy) else inputs["strategy"]
+        )
         # What the page shows at first is nobody's choice.
-        inputs["solver"] = None if inputs["solver"] == plan(ensemble).solver_name else inputs["solver"]
+        inputs["solver"] = (
+            None if inputs["solver"] == plan(ensemble).solver_name else inputs["solver"]
+        )
         return parse_record(inputs, SampleSettings, OPTIONS)
 
-    def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:
+    def _panels(
+        self, show: str, left_out: str, settings: SampleSettings, expert: int | None
+    ) -> list[Panel]:
         model = self._model
         if show == GROWN:
             titles = [one.source.resolve().name for one in self.models]
             titles = ["before", "after"] if titles[0] == titles[1] else titles
-            return [one.panel(title, settings) for one, title in zip(self.models, titles, strict=True)]
+            return [
+                one.panel(title, settings) for one, title in zip(self.models, titles, strict=True)
+            ]
         whole = model.panel("all together", settings)
         if show == EVERY:
-            return [whole, *(model.panel(f"{name} alone", settings, k) for name, k in model.leads.items())]
+            return [
+                whole,
+                *(model.panel(f"{name} alone", settings, k) for name, k in model.leads.items()),
+            ]
         if show == LESS:
-            return [whole, model.panel(f"without {left_out}", settings, without=model.leads[left_out])]
+            return [
+                whole,
+                model.panel(f"without {left_out}", settings, without=model.leads[left_out]),
+            ]
         return [model.panel(model.source.resolve().name, settings, expert)]
 
-    def _pictures(self, canvas: dict[str, Any] | None) -> tuple[Image.Image | None, Image.Image | None]:
+    def _pictures(
+        self, canvas: dict[str, Any] | None
+    ) -> tuple[Image.Image | None, Image.Image | None]:
         """The starting picture in the images' size, and a mask of what was painted over, at least 1/16."""
         if not canvas or canvas["background"] is None:
             return None, None
@@ -187,7 +214,9 @@ class Play:
         picture, _ = self._pictures(canvas)
         if picture is None:
             return canvas
-        large = ImageOps.scale(picture, max(1, _ENLARGED // max(picture.size)), Image.Resampling.NEAREST)
+        large = ImageOps.scale(
+            picture, max(1, _ENLARGED // max(picture.size)), Image.Resampling.NEAREST
+        )
         return {"background": large, "layers": [], "composite": None}
 
     def stop(self) -> None:
@@ -201,13 +230,17 @@ class Play:
         ensemble, experts = model.pipeline.ensemble, [*model.leads]
         shows = [WHOLE, *([EVERY, LESS] if several else []), *([GROWN] if self.models[1:] else [])]
         own, names, reads = plan(ensemble), list(ensemble.classes), model.pipeline.takes_prompts
-        strategies = dict.fromkeys([ensemble.strategy, "draw", "full", "top-1", "top-2", "nucleus-0.9"])
+        strategies = dict.fromkeys(
+            [ensemble.strategy, "draw", "full", "top-1", "top-2", "nucleus-0.9"]
+        )
         with gr.Blocks(title="hddm play", analytics_enabled=False) as page:
             gr.HTML(str(_PARTS.about(self.models)), js_on_load=None)
             with gr.Row():
                 with gr.Column(scale=2, **wide):
                     first = shows[-1] if self.models[1:] else WHOLE
-                    inputs["show"] = gr.Radio(shows, value=first, label="What to see", visible=len(shows) > 1)
+                    inputs["show"] = gr.Radio(
+                        shows, value=first, label="What to see", visible=len(shows) > 1
+                    )
                     inputs["left_out"] = gr.Dropdown(experts, label="Leave out", visible=False)
                     inputs["class_labels"] = gr.Dropdown(
                         names, value=[] if reads else names[:1], multiselect=True, label="Class",
@@ -219,7 +252,9 @@ class Play:
                         allow_custom_value=True,
                     )  # fmt: skip
                     inputs["num_images"] = gr.Slider(1, 16, 4, step=1, label="How many images")
-                    inputs["seed"] = gr.Number(0, label="Seed, the number of the noise", precision=0)
+                    inputs["seed"] = gr.Number(
+                        0, label="Seed, the number of the noise", precision=0
+                    )
                     with gr.Row():
                         other = gr.Button("New seed", min_width=90)
                         stop = gr.Button("Stop", min_width=90, interactive=False)
@@ -235,17 +270,25 @@ class Play:
                         inputs["strength"] = gr.Slider(0, 1, 0.8, step=0.05, label=new)
                     with gr.Accordion("Advanced", open=False):
                         inputs["steps"] = gr.Slider(1, 100, own.steps, step=1, label="Steps")
-                        inputs["solver"] = gr.Dropdown(list(SOLVERS), value=own.solver_name, label="Solver")
+                        inputs["solver"] = gr.Dropdown(
+                            list(SOLVERS), value=own.solver_name, label="Solver"
+                        )
                         alone = ["all", *experts]
-                        inputs["expert"] = gr.Dropdown(alone, label="One expert alone", visible=several)
+                        inputs["expert"] = gr.Dropdown(
+                            alone, label="One expert alone", visible=several
+                        )
                         guides = bool(names) or reads
-                        inputs["guidance_scale"] = gr.Slider(1, 15, 1, label="Guidance scale", visible=guides)
+                        inputs["guidance_scale"] = gr.Slider(
+                            1, 15, 1, label="Guidance scale", visible=guides
+                        )
                 with gr.Column(scale=5, **wide):
                     start = '<div class="hddm"><p>Images appear here while they form.</p></div>'
                     result = gr.HTML(start, elem_id="result", js_on_load=None)
             quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
             show, canvas = inputs["show"], inputs["canvas"]
-            show.change(lambda one: gr.update(visible=one == LESS), show, inputs["left_out"], **quiet)
+            show.change(
+                lambda one: gr.update(visible=one == LESS), show, inputs["left_out"], **quiet
+            )
             other.click(lambda: random.randrange(10_000), None, inputs["seed"], **quiet)
             canvas.upload(self._enlarged, canvas, canvas, **quiet)
             run = functools.partial(self.run, [*inputs])
@@ -283,7 +326,10 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    dim = {"body_text_color_subdued": "*neutral_600", "body_text_color_subdued_dark": "*neutral_300"}
+    dim = {
+        "body_text_color_subdued": "*neutral_600",
+        "body_text_color_subdued_dark": "*neutral_300",
+    }
     listener, folder = _listening(port), tempfile.TemporaryDirectory(prefix="hddm-play-")
     # Pictures that were dropped on the page are deleted with the folder.
     quiet = environment({"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name})

@@ -47,9 +47,13 @@ class Opened:
         self.pipeline = self._pipeline(None)
         self.pipeline.check_output(None, True, {})
         self.is_alone = (source / EXPERT_FILE).exists()
-        folders = [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
+        folders = (
+            [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
+        )
         names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]
-        self.names = [one if names.count(one) == 1 else f"{one} ({k})" for k, one in enumerate(names)]
+        self.names = [
+            one if names.count(one) == 1 else f"{one} ({k})" for k, one in enumerate(names)
+        ]
         """Names of the experts, all different."""
         self.domains = self.pipeline.ensemble.domains
         self.leads = {self.names[k]: k for k in sorted({*self.domains})}
@@ -64,7 +68,11 @@ class Opened:
         return made.to(available_device(self._settings.device))
 
     def panel(
-        self, title: str, settings: SampleSettings, expert: int | None = None, without: int | None = None
+        self,
+        title: str,
+        settings: SampleSettings,
+        expert: int | None = None,
+        without: int | None = None,
     ) -> "Panel":
         """A panel of the whole model, of one ``expert``, or of all experts but those of one's domain.
 
@@ -151,7 +159,9 @@ class Panel:
             if stopped.is_set():
                 return
 
-    def _watched(self, how: Plan, batch: Batch, use: ExpertUse, show: Callable[[], object]) -> OnStep:
+    def _watched(
+        self, how: Plan, batch: Batch, use: ExpertUse, show: Callable[[], object]
+    ) -> OnStep:
         """An ``on_step`` that keeps the weights of each step, the images, and previews if there is time."""
         images, times = [self.images[row] for row in batch.rows.tolist()], how.times.tolist()
         before: Tensor | None = None
@@ -163,7 +173,9 @@ class Panel:
             for image, weights in zip(images, use.last, strict=True):
                 image.weights.append(weights)
             if is_last or (before is not None and began >= due):
-                x_0 = x if is_last or before is None else preview(before, x, *times[step : step + 2])
+                x_0 = (
+                    x if is_last or before is None else preview(before, x, *times[step : step + 2])
+                )
                 pixels = to_bytes(self.pipeline.images_of(how, batch, x_0)).cpu()
                 part = 1 if is_last else max(1, pixels.shape[-1] // _PREVIEW)
                 for image, own in zip(images, pixels[..., ::part, ::part], strict=True):

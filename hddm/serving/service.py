@@ -93,8 +93,14 @@ def serve(
     # A token from a file may end in a line break.
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:
-        raise UsageError(f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients")
-    names, settings, placement = names_of(folder), settings or ServeSettings(), placement or Placement()
+        raise UsageError(
+            f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients"
+        )
+    names, settings, placement = (
+        names_of(folder),
+        settings or ServeSettings(),
+        placement or Placement(),
+    )
     if settings.quantize:
         optional("torchao", "`quantize`", "quantize")
     placement.refuse_unknown(names)
@@ -116,7 +122,8 @@ def serve(
         has_gpus = settings.device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
         of = {name: placement.of(name, has_gpus) for name in (*names, FRONT)}
         _refuse_lack(
-            ray.cluster_resources(), [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))]
+            ray.cluster_resources(),
+            [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))],
         )
         threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
         if running := ray_serve.status().applications:
@@ -135,13 +142,19 @@ def serve(
         }
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
-        front = deploy(Front, FRONT, of[FRONT]).bind(path, settings, threads[FRONT], digest, workers)
+        front = deploy(Front, FRONT, of[FRONT]).bind(
+            path, settings, threads[FRONT], digest, workers
+        )
 
         def started() -> list[str]:
             found = ray_serve.status().applications.get(APPLICATION)
             of_each = [] if found is None else [found.deployments.get(name) for name in names]
             ready = sum(one is not None and one.status == "HEALTHY" for one in of_each)
-            return [f"{ready} of {counted(len(names), 'expert')} ready" if of_each else "Ray Serve itself"]
+            return [
+                f"{ready} of {counted(len(names), 'expert')} ready"
+                if of_each
+                else "Ray Serve itself"
+            ]
 
         try:
             try:
@@ -156,7 +169,9 @@ def serve(
                         if reason := worker.ready.remote().result():
                             raise ValueError(reason)
             except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                raise HddmError(f"{folder}: the service did not start ({one_line(error, 400)})") from error
+                raise HddmError(
+                    f"{folder}: the service did not start ({one_line(error, 400)})"
+                ) from error
             with StopRequest() as stop:
                 on_ready(names)
                 stop.wait()
@@ -174,7 +189,9 @@ def names_of(folder: Path) -> list[str]:
     opened = open_ensemble(folder, torch.float32)
     experts = opened.experts
     own = [one.member.name or str(k) for k, one in enumerate(experts)]
-    names = [f"{one}-{k}" if own.count(one) > 1 or one == FRONT else one for k, one in enumerate(own)]
+    names = [
+        f"{one}-{k}" if own.count(one) > 1 or one == FRONT else one for k, one in enumerate(own)
+    ]
     vaes, texts = numbers_of(experts, "vae").of, numbers_of(experts, "text_encoder").of
     has_classes = any(one.classes for one in experts)
     for name, one, vae, text in zip(names, experts, vaes, texts, strict=True):
@@ -190,7 +207,12 @@ def names_of(folder: Path) -> list[str]:
 
 
 def _deployment(
-    ray_serve: Any, limits: Limits, kind: type, name: str, resources: Mapping[str, float], **options: Any
+    ray_serve: Any,
+    limits: Limits,
+    kind: type,
+    name: str,
+    resources: Mapping[str, float],
+    **options: Any,
 ) -> Any:
     """A deployment with these resources, to be bound to its arguments."""
     actor: dict[str, Any] = {key: value for key, value in resources.items() if key in RAYS_OWN}

@@ -53,7 +53,14 @@ class Refusal(HddmError):
     def body(self) -> dict[str, Any]:
         """The error as clients of the API read it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,13 @@ class VelocityJob:
     @property
     def like(self) -> Hashable:
         """Equal for jobs that can be computed together."""
-        return self.guidance, self.then, self.x.shape[1:], _shapes(self.negative), _shapes(self.conditions)
+        return (
+            self.guidance,
+            self.then,
+            self.x.shape[1:],
+            _shapes(self.negative),
+            _shapes(self.conditions),
+        )
 
     def __len__(self) -> int:
         return len(self.x)
@@ -104,7 +117,9 @@ class _Waiting:
     """A job until it is done."""
 
     job: SampleJob | VelocityJob
-    done: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[Answer] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Worker:
@@ -145,7 +160,9 @@ class Worker:
                 self.field = _read(*self._source)
             except Exception as error:
                 log.warning("%s", one_line(error, 400))
-                raise Refusal(503, f"expert {self._source[1]} cannot be read; the log says why") from error
+                raise Refusal(
+                    503, f"expert {self._source[1]} cannot be read; the log says why"
+                ) from error
         return self.field
 
     async def answer(self, job: SampleJob | VelocityJob) -> Answer:
@@ -212,10 +229,20 @@ class Worker:
         else:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
-            x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
+            x = torch.cat(
+                [Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn]
+            )
             times = torch.tensor(first.times, dtype=torch.float64)
-            how = plan(expert, times=times, solver=first.solver, guidance=first.guidance, noise=Latents(x=x))
-            own = Batch.of(len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long))
+            how = plan(
+                expert,
+                times=times,
+                solver=first.solver,
+                guidance=first.guidance,
+                noise=Latents(x=x),
+            )
+            own = Batch.of(
+                len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long)
+            )
             # When all clients of a batch have left, it ends.
             values = run(how, own, stop=lambda: all(one.done.done() for one in batch))
         parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
@@ -254,7 +281,9 @@ class RemoteExpert(VelocityField):
         self.network = None  # type: ignore[assignment]
         self._request = request
 
-    def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
+    def guided(
+        self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None
+    ) -> Tensor:
         end = None if then is None or self.sampling_steps is None else float(then)
         job = VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end)
         return self._request(job)
@@ -268,7 +297,9 @@ class RemoteEnsemble(Ensemble):
 
     def __init__(self, known: Ensemble, request: Callable[[int, VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
-        self.experts = [RemoteExpert(one, partial(request, k)) for k, one in enumerate(known.experts)]
+        self.experts = [
+            RemoteExpert(one, partial(request, k)) for k, one in enumerate(known.experts)
+        ]
         self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-expert", max_workers=64)
 
     def each_of(

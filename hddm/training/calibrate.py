@@ -12,14 +12,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.calibration import FADE, FILE_NAME, LEVELS, MAX_GAIN, POOL, START, STATES, Calibration, Moments
+from hddm.calibration import (
+    FADE,
+    FILE_NAME,
+    LEVELS,
+    MAX_GAIN,
+    POOL,
+    START,
+    STATES,
+    Calibration,
+    Moments,
+)
 from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.denoising import misread
 from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.expert import field_of, open_expert
-from hddm.experts.shard_images import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
+from hddm.experts.shard_images import (
+    check_fit,
+    check_own,
+    conditions_of,
+    conditions_of_rows,
+    evenly_spaced,
+)
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.running import Seeded
 from hddm.schedules import DiscreteSchedule
@@ -100,7 +116,9 @@ def calibrate(
     if at_end and not set(conditions or ()) - (set() if labels is None else {LABELS}):
         fade = torch.logspace(-1, 1 - FADE, FADE - 1, base=2)
         late = torch.cat([1 - (1 - measured[-1]) * fade, late])
-        shares = torch.minimum((1 - last) * fade[:, None] ** 2, (MAX_GAIN * (1 - late[:-1, None])).square())
+        shares = torch.minimum(
+            (1 - last) * fade[:, None] ** 2, (MAX_GAIN * (1 - late[:-1, None])).square()
+        )
         last = torch.cat([1 - shares, torch.ones_like(last)])
     none = torch.zeros(1 + at_start, len(moments.variances))
     early = torch.cat([torch.zeros(1), times[:at_start], measured])
@@ -140,7 +158,9 @@ CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
 """Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
 
 
-def fit_on_shard(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
+def fit_on_shard(
+    shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int
+) -> Calibration:
     """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
 
     ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
@@ -156,7 +176,9 @@ def fit_on_shard(shard: Shard, field: VelocityField, given: Mapping[str, Tensor]
 
 def calibration_rows(shard: Shard) -> Tensor:
     """Select the samples that moments are taken of: all or a limited number, spread evenly over the shard."""
-    size = 8 * torch.Size(shard.shape).numel() + 4 * (0 if shard.texts is None else shard.texts.null.numel())
+    size = 8 * torch.Size(shard.shape).numel() + 4 * (
+        0 if shard.texts is None else shard.texts.null.numel()
+    )
     return evenly_spaced(shard, min(CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES)))
 
 
@@ -193,9 +215,13 @@ def native_samples(
     batches = []
     with Progress(num, "sample") as progress:
         for rows in torch.arange(num).split(batch_size):
-            given = {name: value[rows].to(field.device) for name, value in (conditions or {}).items()}
+            given = {
+                name: value[rows].to(field.device) for name, value in (conditions or {}).items()
+            }
 
-            def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
+            def velocity(
+                x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given
+            ) -> Tensor:
                 return field.raw_velocity(x, t.expand(len(x)), given)
 
             x = Seeded(seed).initial(rows.tolist(), field.sample_shape, Use.NATIVE_NOISE)
@@ -238,7 +264,9 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
 
 
 @keywords
-def recalibrate(folder: Path, shard_folder: Path | None = None, *, settings: CalibrationSettings) -> None:
+def recalibrate(
+    folder: Path, shard_folder: Path | None = None, *, settings: CalibrationSettings
+) -> None:
     """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole with its manifest.
 
     An ensemble around it is replaced as a whole with its own, so that a process that is killed at any moment
@@ -258,14 +286,23 @@ def recalibrate(folder: Path, shard_folder: Path | None = None, *, settings: Cal
     why = "a calibration is for velocities, but a student of few steps predicts means over steps"
     record.refuse_student(str(folder), why)
     if record.training_calibration:
-        raise HddmError(f"{folder}: was trained together with its calibration, which must not change")
+        raise HddmError(
+            f"{folder}: was trained together with its calibration, which must not change"
+        )
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
         if field.noise_range != WHOLE:
-            raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass `data`")
+            raise HddmError(
+                f"{folder}: covers only a part of t, so it cannot sample alone; pass `data`"
+            )
         conditions = native_conditions(field, num_images, seed)
         images = native_samples(field, num_images, seed, steps, conditions)
-        origin = {"data": "native samples", "images": str(num_images), "seed": str(seed), "steps": str(steps)}
+        origin = {
+            "data": "native samples",
+            "images": str(num_images),
+            "seed": str(seed),
+            "steps": str(steps),
+        }
         calibration = replace(calibrate(field.velocity, images, conditions, seed), record=origin)
     else:
         shard = open_shard(shard_folder)

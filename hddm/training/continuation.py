@@ -49,7 +49,14 @@ from hddm.calibration import Calibration, Moments
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import Expert, field_of, save_expert
-from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, tensor_names, write_adapter
+from hddm.experts.lora import (
+    PREFIX,
+    AdapterRecord,
+    adapter_of,
+    peft_config,
+    tensor_names,
+    write_adapter,
+)
 from hddm.experts.records import EXPERT_FILE, FORMAT, write_records
 from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.families import known_family
@@ -159,10 +166,14 @@ def continue_expert(
     if recipe.lora_rank is None or recipe.lora_alpha is None:
         expert.network.requires_grad_(True)
     else:
-        adapter = adapter_of(init, out, recipe.lora_rank, recipe.lora_alpha, targets_of(expert.network))
+        adapter = adapter_of(
+            init, out, recipe.lora_rank, recipe.lora_alpha, targets_of(expert.network)
+        )
         add_adapter(expert.network, adapter, recipe.seed)
         save = functools.partial(save_adapted, adapter=adapter)
-    nulls = {name: null for name, null in field.null_conditions.items() if name in recipe.conditions}
+    nulls = {
+        name: null for name, null in field.null_conditions.items() if name in recipe.conditions
+    }
     draw = drawing(shard, objective, recipe, conditions, nulls)
     loss = loss_of(objective, lambda module: _prediction_of(module, field, objective))
     key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
@@ -192,7 +203,9 @@ def resolve_continued(
     Raises `HddmError` as `continue_expert`.
     """
     record = expert.record
-    record.refuse_student(f"`init` {init}", "continue the expert that it began with, and distill again")
+    record.refuse_student(
+        f"`init` {init}", "continue the expert that it began with, and distill again"
+    )
     schedule, kind = from_config(record.schedule), record.prediction_type
     is_straight = isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON
     learned = kind
@@ -201,7 +214,9 @@ def resolve_continued(
         of_sample = kind is PredictionType.SAMPLE and not record.training_calibration
         schedule, learned = LinearSchedule(), kind if of_sample else PredictionType.FLOW_PREDICTION
     elif record.training_calibration or is_straight:
-        raise HddmError(f"{init}: was trained with flow matching, so only `objective` flow can continue it")
+        raise HddmError(
+            f"{init}: was trained with flow matching, so only `objective` flow can continue it"
+        )
     start = Start.of(expert.network, kind, record.noise_range)
     recipe = resolve(ExpertRecipe, settings, start, before)
     objective = objective_of(recipe, schedule, learned)
@@ -226,14 +241,20 @@ def _completed_by(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
     return replace(expert, record=record.model_copy(update=found), nulls=nulls)
 
 
-def _conditions(init: Path, field: VelocityField, shard: Shard, recipe: ExpertRecipe) -> dict[str, Tensor]:
+def _conditions(
+    init: Path, field: VelocityField, shard: Shard, recipe: ExpertRecipe
+) -> dict[str, Tensor]:
     """Return the conditions of every image: its class where it is learned, else null values."""
-    found = {name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()}
+    found = {
+        name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()
+    }
     if recipe.text_conditional:
         found.pop(TEXT, None)
     if recipe.class_conditional and shard.labels is not None:
         found[LABELS] = shard.labels
-    missing = sorted(set(field.conditions or ()) - {*found, *recipe.conditions} - OPTIONAL_CONDITIONS)
+    missing = sorted(
+        set(field.conditions or ()) - {*found, *recipe.conditions} - OPTIONAL_CONDITIONS
+    )
     if missing:
         remedy = "; pass `class_conditional=True`" if missing == [LABELS] else ""
         raise HddmError(f"{init}: has no empty default for {', '.join(missing)}{remedy}")
@@ -254,7 +275,9 @@ def _calibration_to_train_in(
     return blend and replace(blend, record=calibration_origin(shard))
 
 
-def _prediction_of(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
+def _prediction_of(
+    network: nn.Module, field: VelocityField, objective: Objective
+) -> Callable[..., Tensor]:
     """Return the prediction as a function of (x, timestep, **conditions).
 
     It is x_0 or the velocity through the exact conversion for flow, the network's own for DDPM.
@@ -285,7 +308,9 @@ def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> di
     if low == 0 and high == 1:
         return {}
     # A dictionary keeps a knot that two rules share once.
-    return ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
+    return (
+        ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
+    )
 
 
 def bounded_gain(
@@ -314,7 +339,9 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
         if isinstance(module, nn.Linear) and re.fullmatch(family.lora_layers, name):
             adapted.add(f"{name}.weight")
     names = [name for name, _ in network.named_parameters()]
-    return tuple(name for name in names if name in adapted or re.fullmatch(family.lora_parameters, name))
+    return tuple(
+        name for name in names if name in adapted or re.fullmatch(family.lora_parameters, name)
+    )
 
 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:

@@ -69,7 +69,9 @@ class Device:
         self.processes = int(self.accelerator.num_processes)
         self.is_main = bool(self.accelerator.is_main_process)
         self._threads = recipe.threads
-        self.scaler: torch.amp.GradScaler = self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        self.scaler: torch.amp.GradScaler = self.accelerator.scaler or torch.amp.GradScaler(
+            enabled=False
+        )
         """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
         parts = self.processes * recipe.gradient_accumulation_steps
         if recipe.batch_size % parts:
@@ -110,7 +112,9 @@ class Device:
             for name, value in inputs.items()
         }
 
-    def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> Tensor:
+    def clip(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float
+    ) -> Tensor:
         """Clip gradients to a norm of ``limit``; return their norm before that, not waiting for a GPU."""
         self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -193,7 +197,9 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     decay = recipe.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if rest:
-        optimizers.append(torch.optim.AdamW(rest, lr=recipe.learning_rate, weight_decay=decay, fused=True))
+        optimizers.append(
+            torch.optim.AdamW(rest, lr=recipe.learning_rate, weight_decay=decay, fused=True)
+        )
     if inner and recipe.muon_learning_rate is not None:
         rate = recipe.muon_learning_rate
         optimizers.append(_Muon(inner, lr=rate, weight_decay=decay, adjust_lr_fn="original"))
@@ -210,7 +216,8 @@ def _matrices(network: nn.Module) -> set[str]:
         for place, module in network.named_modules()
         if place.partition(".")[0] not in ENDS
         for name, parameter in module.named_parameters(place, recurse=False)
-        if parameter.ndim == 2 and (name.endswith("in_proj_weight") or isinstance(module, nn.Linear))
+        if parameter.ndim == 2
+        and (name.endswith("in_proj_weight") or isinstance(module, nn.Linear))
     }
 
 
@@ -228,10 +235,14 @@ class _Muon(torch.optim.Muon):
         kept = []
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0
-            parameters = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            parameters = (
+                p for group in self.param_groups for p in group["params"] if p.grad is not None
+            )
             for parameter in parameters:
                 gradient = parameter.grad
-                average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
+                average = self.state[parameter].setdefault(
+                    "momentum_buffer", torch.zeros_like(gradient)
+                )
                 # The average with itself is the average itself.
                 gradient.copy_(torch.where(is_skipped, average, gradient))
                 kept.append((parameter, parameter.clone()))

@@ -82,7 +82,11 @@ class Teacher:
 
 
 def open_teacher(
-    folder: Path, union: Shard, shards: Sequence[Shard], settings: DistillSettings, strategy: str | None
+    folder: Path,
+    union: Shard,
+    shards: Sequence[Shard],
+    settings: DistillSettings,
+    strategy: str | None,
 ) -> Teacher:
     """Open the teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
@@ -107,13 +111,19 @@ def open_teacher(
         name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
         for name, one, own in zip(names, opened.experts, hashes, strict=True)
     }
-    record: dict[str, Any] = {"ensemble": folder.resolve().name, "kind": settings.teacher, "experts": experts}
+    record: dict[str, Any] = {
+        "ensemble": folder.resolve().name,
+        "kind": settings.teacher,
+        "experts": experts,
+    }
     if settings.teacher == "routed":
         record["strategy"] = opened.record.strategy
         if opened.record.learned is not None:
             record["router"] = _file_hashes(folder / opened.record.learned)
         return Teacher(opened, None, record)
-    missing = [f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes]
+    missing = [
+        f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes
+    ]
     if missing:
         known = zip(names, hashes, strict=True)
         missing += [f"{folder / name}: records no shard" for name, own in known if own is None]
@@ -124,11 +134,15 @@ def open_teacher(
     return Teacher(opened, torch.tensor([places[one.hash] for one in shards]), record)
 
 
-def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
+def _with_mixing_strategy(
+    folder: Path, opened: OpenedEnsemble, strategy: str | None
+) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
     record, is_alone = opened.record, len(opened.experts) == 1
     if record.router is None and not is_alone:
-        raise HddmError(f"{folder}: `teacher` routed needs its router, and it has none; use `teacher` shard")
+        raise HddmError(
+            f"{folder}: `teacher` routed needs its router, and it has none; use `teacher` shard"
+        )
     keeps_one = Strategy.parse(record.strategy).keeps_one
     if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
@@ -142,19 +156,27 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
     """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
     record.refuse_student(name, "name the ensemble that it learned from as the teacher")
     if others := [condition for condition in record.conditions if condition not in (LABELS, TEXT)]:
-        raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes and captions alone")
+        raise HddmError(
+            f"{name}: takes {', '.join(others)}; a student can learn classes and captions alone"
+        )
     if TEXT in record.conditions and shard.texts is None:
-        raise HddmError(f"{name}: takes text, and {shard.folder} holds no tokens of captions; encode it")
+        raise HddmError(
+            f"{name}: takes text, and {shard.folder} holds no tokens of captions; encode it"
+        )
     if LABELS not in record.conditions:
         return
     labels_of_shard(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
-        raise HddmError(f"{name}: null class {record.null_class} is not the last; pass `condition_dropout` 0")
+        raise HddmError(
+            f"{name}: null class {record.null_class} is not the last; pass `condition_dropout` 0"
+        )
 
 
 def _file_hashes(folder: Path) -> dict[str, str]:
     """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
-    paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json"))
+    paths = sorted(
+        path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json")
+    )
     return {path.name: sha256_once(path) for path in paths if path.name != MANIFEST}
 
 
@@ -193,8 +215,12 @@ def distill(
     teacher = open_teacher(ensemble_folder, union, shards, settings, strategy)
     initial, origin = (None, {}) if init is None else read_init(init)
     if initial is None and settings.sampling_steps is not None:
-        raise UsageError("`sampling_steps`: a student of few steps begins with an expert; pass `init`")
-    start = Start() if initial is None else Start.of(initial.network, initial.record.prediction_type)
+        raise UsageError(
+            "`sampling_steps`: a student of few steps begins with an expert; pass `init`"
+        )
+    start = (
+        Start() if initial is None else Start.of(initial.network, initial.record.prediction_type)
+    )
     start = replace(start, strategy=teacher.record.get("strategy"))
     recipe = resolve(DistillRecipe, settings, start, before)
     learned = _as_expert(recipe, bool(teacher.classes), teacher.takes_text)
@@ -235,7 +261,9 @@ def distill(
     return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def _as_expert(recipe: DistillRecipe, class_conditional: bool, text_conditional: bool) -> ExpertRecipe:
+def _as_expert(
+    recipe: DistillRecipe, class_conditional: bool, text_conditional: bool
+) -> ExpertRecipe:
     """Return the recipe of the flow expert that a student is, learned by the error of its velocity."""
     same = recipe.model_dump(include=set(DenoiserFields.model_fields))
     own = {"objective": "flow", "weighting": "velocity", "noise_range": WHOLE, "weak_at": 0.0}
@@ -249,7 +277,9 @@ def _conditions_of_trajectories(
     """Draw conditions of trajectories from those (N,) of all samples; some are dropped as in training."""
     _require_expert_by_class(conditions)
     if recipe.guidance_scale != 1 and not conditions.keys() & {LABELS, CAPTION}:
-        raise UsageError("`guidance_scale`: the teacher takes no conditions to guide by; drop the option")
+        raise UsageError(
+            "`guidance_scale`: the teacher takes no conditions to guide by; drop the option"
+        )
     draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
     rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
     chosen = {name: value[rows] for name, value in conditions.items()}
@@ -273,7 +303,9 @@ def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
 def with_interval(network: Any, name: str) -> ModelMixin:
     """A network that takes intervals too, with the weights of ``network``; refuses another class."""
     if family_of(network) is not EXPERT:
-        text = f"`sampling_steps` needs hddm's own transformer, and it is {an(type(network).__name__)}"
+        text = (
+            f"`sampling_steps` needs hddm's own transformer, and it is {an(type(network).__name__)}"
+        )
         raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):
@@ -288,11 +320,17 @@ def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
     start.refuse_student(name, "begin with the expert that it began with")
     qualities = ("schedule", "time_scale", "space", "sample_shape", "conditions", "classes")
     pairs = {one: (getattr(start, one), getattr(record, one)) for one in qualities}
-    lines = [f"{one}: {own}, and the student's is {its}" for one, (own, its) in pairs.items() if own != its]
+    lines = [
+        f"{one}: {own}, and the student's is {its}"
+        for one, (own, its) in pairs.items()
+        if own != its
+    ]
     if start.training_calibration:
         lines.append("trained together with its calibration, which a student does not have")
     if lines:
-        raise HddmError(f"{name}: a student cannot begin with it; name a flow expert of this data", lines)
+        raise HddmError(
+            f"{name}: a student cannot begin with it; name a flow expert of this data", lines
+        )
 
 
 def matching(
@@ -313,7 +351,9 @@ def matching(
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
-        conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}
+        conditions: dict[str, Any] = {
+            name: inputs[name] for name in (LABELS, TEXT) if name in inputs
+        }
         with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
             v = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         return objective.errors(network, x_t - wide * v, x_t + (1 - wide) * v, t, conditions)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.expert import Expert, field_of, null_conditions, open_expert, save_expert, unread_as
+from hddm.experts.expert import (
+    Expert,
+    field_of,
+    null_conditions,
+    open_expert,
+    save_expert,
+    unread_as,
+)
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, ShardRecord, weights_in
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.sizes import size_config
@@ -75,7 +82,11 @@ def train_expert(
     key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
     task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
     write = saving(expert, shard, recipe, labels)
-    data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
+    data = {
+        "shard": shard.hash,
+        **encoding_of([shard.folder]),
+        "schedule": objective.schedule.config,
+    }
     watch = watching(field_of(expert), shard, recipe.conditions, run)
     return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
@@ -103,7 +114,9 @@ def saving(
         if trained.calibration is None and record.sampling_steps is None:
             with placed(network, fitted.device):
                 field = field_of(trained, fitted.device)
-                trained = replace(trained, calibration=fit_on_shard(shard, field, conditions, recipe.seed))
+                trained = replace(
+                    trained, calibration=fit_on_shard(shard, field, conditions, recipe.seed)
+                )
         save(draft, trained)
 
     return write
@@ -126,7 +139,9 @@ def resolve_new(
     if isinstance(schedule, Path):
         stated = declared_prediction_type(schedule)
         if stated == "flow_prediction":
-            raise HddmError(f"{schedule}: is for flow matching; use `objective` flow without `schedule`")
+            raise HddmError(
+                f"{schedule}: is for flow matching; use `objective` flow without `schedule`"
+            )
         schedule = from_diffusers(schedule)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
@@ -139,10 +154,14 @@ def _check_size(shape: Sequence[int], size: str) -> None:
     _, height, width = shape
     patch = size_config(size)["patch_size"]
     if height != width or height % patch:
-        raise HddmError(f"images are {width}×{height}; `size` {size} takes squares divisible by {patch}")
+        raise HddmError(
+            f"images are {width}×{height}; `size` {size} takes squares divisible by {patch}"
+        )
 
 
-def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
+def new_network(
+    kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any
+) -> Network:
     """Make a ``kind`` of network of named ``size`` for square images of ``shape`` (C, H, W) in whole patches.
 
     Its weights depend on ``seed`` alone; torch's global generator is left as it was.
@@ -171,7 +190,10 @@ def data_of(shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def new_record(
-    shard: Shard, recipe: ExpertRecipe, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
+    shard: Shard,
+    recipe: ExpertRecipe,
+    objective: Objective,
+    schedule_source: str = DEFAULT_SCHEDULE,
 ) -> ExpertRecord:
     """Make the record of an expert of ``shard`` before its training."""
     classes = shard.classes if recipe.class_conditional else ()
@@ -200,7 +222,8 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
     same: Any = {
-        name: getattr(shard, name) for name in ("index", "num_shards", "hash", "partition", "sketch")
+        name: getattr(shard, name)
+        for name in ("index", "num_shards", "hash", "partition", "sketch")
     }
     return ShardRecord(**same, images=len(shard), class_images=tuple(counts))
 

@@ -174,4 +174,6 @@ def refuse_failed(islands: Sequence[Island], outcomes: Sequence[Outcome]) -> Non
         others = "the others are finished, and " if len(failed) < len(outcomes) else ""
         number = f"{len(failed)} of {len(outcomes)} experts failed"
         causes = [f"{name}: {line}" for name, why in failed for line in (why.message, *why.details)]
-        raise HddmError(f"{islands[0].out.parent}: {number}; {others}`resume=True` continues these", causes)
+        raise HddmError(
+            f"{islands[0].out.parent}: {number}; {others}`resume=True` continues these", causes
+        )

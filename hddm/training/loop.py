@@ -48,7 +48,9 @@ class Order:
         places = torch.arange((step - 1) * self.batch_size, step * self.batch_size)
         epochs, within = places // self.num_samples, places % self.num_samples
         needed = epochs.unique().tolist()
-        self._epochs = {e: self._epochs[e] if e in self._epochs else self._shuffled(e) for e in needed}
+        self._epochs = {
+            e: self._epochs[e] if e in self._epochs else self._shuffled(e) for e in needed
+        }
         return torch.cat([self._epochs[e][within[epochs == e]] for e in needed])
 
     def draws(self, step: int) -> torch.Generator:
@@ -195,7 +197,9 @@ class Fitted:
         }
 
 
-def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[Watcher] = ()) -> Fitted:
+def fit(
+    task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[Watcher] = ()
+) -> Fitted:
     """Minimise the loss of ``task`` and leave the averaged weights in its network, on the CPU.
 
     A step whose loss or gradient is not finite changes nothing, and is logged with its samples. Without a
@@ -287,7 +291,9 @@ class _Trainer:
         if recipe.compile:
             compile_blocks(network)
         self.losses = device.distributed(_Losses(task))
-        self.state = TrainingState(network, Ema(network, recipe.ema_decay), optimizer, device.scaler)
+        self.state = TrainingState(
+            network, Ema(network, recipe.ema_decay), optimizer, device.scaler
+        )
         order = Order(task.num_samples, recipe.batch_size, recipe.seed, task.key)
         ahead = 0 if device.target.type == "cpu" else AHEAD
         self.loader = Loader(order, task.draw, recipe.steps, device.share(recipe.batch_size), ahead)
@@ -343,7 +349,11 @@ class _Trainer:
         if not is_skipped:
             state.ema.update()
             state.non_finite = 0
-        elif math.isfinite(loss) and device.scaler.is_enabled() and (scale := device.scaler.get_scale()) >= 1:
+        elif (
+            math.isfinite(loss)
+            and device.scaler.is_enabled()
+            and (scale := device.scaler.get_scale()) >= 1
+        ):
             log.info("step %d: gradients overflowed in fp16; the loss scale is now %g", step, scale)
         else:
             self._skipped(step, begun.rows, losses, norm)
@@ -374,7 +384,9 @@ class _Trainer:
         self.state.non_finite += 1
         count = self.state.non_finite
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
-        what = f"step {step}: loss {losses.mean().item()}, gradient norm {norm}, samples {broken[:8]}"
+        what = (
+            f"step {step}: loss {losses.mean().item()}, gradient norm {norm}, samples {broken[:8]}"
+        )
         # A single last step may be skipped like any other; more in a row mean that the training diverged.
         diverged = step == self.recipe.steps and (count > 1 or step == 1)
         if count >= self.recipe.max_non_finite or diverged:
@@ -459,7 +471,11 @@ def summary_of(losses: Sequence[float], name: str = "loss") -> str:
     trained = f"trained for {counted(len(losses), 'step')}" if losses else ""
     if over >= 10 and math.isfinite(first) and math.isfinite(last):
         return f"{trained}, {name} {first:.4f} → {last:.4f} (means of the first and the last {over} steps)"
-    return f"{trained}, {name} {average:.4f} (mean of all steps)" if math.isfinite(average) else trained
+    return (
+        f"{trained}, {name} {average:.4f} (mean of all steps)"
+        if math.isfinite(average)
+        else trained
+    )
 
 
 def mean(losses: Sequence[float]) -> float:

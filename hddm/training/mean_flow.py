@@ -79,12 +79,18 @@ def solve(
     """
     times = plan(teacher, steps=GRID).times[list(SOLVED)]
     known = {name: value.contiguous() for name, value in conditions.items()}
-    known["numbers"] = torch.tensor([num, seed, guidance_scale, *times.tolist()], dtype=torch.float64)
+    known["numbers"] = torch.tensor(
+        [num, seed, guidance_scale, *times.tolist()], dtype=torch.float64
+    )
     if file is not None and file.exists():
         kept = read_safetensors(file)
         states = kept.pop("states")
-        if kept.keys() == known.keys() and all(torch.equal(kept[name], one) for name, one in known.items()):
-            log.info("%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories"))
+        if kept.keys() == known.keys() and all(
+            torch.equal(kept[name], one) for name, one in known.items()
+        ):
+            log.info(
+                "%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories")
+            )
             return Trajectories(states, times)
     states = torch.empty(num, len(times), *shape)
     with Progress(num * (len(times) - 1), "solve the teacher's trajectories") as progress:
@@ -106,7 +112,9 @@ def solve(
     return Trajectories(states, times)
 
 
-def _at(rows: Tensor, conditions: Mapping[str, Tensor], texts: TokenStore | None) -> dict[str, Tensor]:
+def _at(
+    rows: Tensor, conditions: Mapping[str, Tensor], texts: TokenStore | None
+) -> dict[str, Tensor]:
     """Conditions (n, …) of trajectories ``rows`` (n,), with tokens in place of captions."""
     own = {name: value[rows] for name, value in conditions.items()}
     if texts is not None:
@@ -137,8 +145,12 @@ class MeanFlow:
 
     def __post_init__(self) -> None:
         if self.prediction is PredictionType.EPSILON:
-            text = "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
-            raise HddmError(f"`sampling_steps`: {text}; begin with an expert of another `prediction`")
+            text = (
+                "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
+            )
+            raise HddmError(
+                f"`sampling_steps`: {text}; begin with an expert of another `prediction`"
+            )
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""

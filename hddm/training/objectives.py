@@ -63,7 +63,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
-        if (is_flow or self.recipe.objective == "flow") and not isinstance(self.schedule, LinearSchedule):
+        if (is_flow or self.recipe.objective == "flow") and not isinstance(
+            self.schedule, LinearSchedule
+        ):
             text = "`schedule` is for DDPM, and `prediction` flow_prediction for flow matching"
             raise UsageError(f"{text}; use another `objective`, or leave it out")
 
@@ -206,7 +208,13 @@ def drawing(
             value = conditions[name]
             where = dropped.reshape(-1, *[1] * (value.ndim - 1))
             conditions[name] = torch.where(where, nulls[name].to(value.dtype), value)
-        return {"x_0": x_0, "eps": eps, "time": time, "t": objective.common_time(time), **conditions}
+        return {
+            "x_0": x_0,
+            "eps": eps,
+            "time": time,
+            "t": objective.common_time(time),
+            **conditions,
+        }
 
     return draw
 
@@ -218,7 +226,9 @@ def loss_of(
 
     def loss(network: nn.Module, inputs: StepInputs) -> Tensor:
         conditions = {name: value for name, value in inputs.items() if name not in _DRAWN}
-        return objective.errors(predict(network), inputs["x_0"], inputs["eps"], inputs["time"], conditions)
+        return objective.errors(
+            predict(network), inputs["x_0"], inputs["eps"], inputs["time"], conditions
+        )
 
     return loss
 
@@ -229,7 +239,9 @@ def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
     if recipe.class_conditional and shard.labels is None:
         problems.append("its images carry no labels; drop `class_conditional=True`")
     if recipe.text_conditional and shard.texts is None:
-        problems.append("holds no text embeddings; hddm encode makes them, or drop `text_conditional=True`")
+        problems.append(
+            "holds no text embeddings; hddm encode makes them, or drop `text_conditional=True`"
+        )
     if shard.held_out_of is not None:
         problems.append("holds images kept for evaluation; train on its shard")
     if problems:

@@ -85,12 +85,17 @@ def _logged(folder: Path) -> Curves:
     events = reader.EventAccumulator(str(folder), {"scalars": _POINTS, "images": 1})
     events.Reload()
     found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
-    return {name: ([one.step for one in each], [one.value for one in each]) for name, each in found.items()}
+    return {
+        name: ([one.step for one in each], [one.value for one in each])
+        for name, each in found.items()
+    }
 
 
 def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
     """A chart over steps, and its legend of colours and names; None where nothing was logged."""
-    curves = [(name.split("/")[-1], *logged[name]) for name in sorted(fnmatch.filter(logged, pattern))]
+    curves = [
+        (name.split("/")[-1], *logged[name]) for name in sorted(fnmatch.filter(logged, pattern))
+    ]
     if not curves:
         return None
     colours: Sequence[str] = COLOURS
@@ -103,7 +108,9 @@ def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
         canvas = figure(figsize=(4.0, 2.9), layout="constrained")
         axes = canvas.subplots()
         for colour, (_, steps, values) in zip(colours, curves, strict=False):
-            axes.plot(steps, values, color=colour, marker="o" if len(steps) < 3 else None, markersize=3)
+            axes.plot(
+                steps, values, color=colour, marker="o" if len(steps) < 3 else None, markersize=3
+            )
         axes.set(yscale="log", xlabel="step")
         axes.set_title(title, loc="left")
         plain_numbers(axes.yaxis)

@@ -129,7 +129,9 @@ def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = Fa
     return (out / record).exists()
 
 
-def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> dict[str, Any]:
+def recipe_before(
+    out: Path, record: str, run: RunOptions | None, overwrite: bool = False
+) -> dict[str, Any]:
     """Return the recipe of the run that is resumed, {} if none is; refuse another folder in the way.
 
     ``record`` is the JSON file that marks the kind of folder. Raises `HddmError`.
@@ -143,7 +145,11 @@ def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: boo
 
 
 def is_finished(
-    out: Path, record: str, content: Mapping[str, Any], run: RunOptions | None, overwrite: bool = False
+    out: Path,
+    record: str,
+    content: Mapping[str, Any],
+    run: RunOptions | None,
+    overwrite: bool = False,
 ) -> bool:
     """Return whether a resumed training has written ``out``, and nothing is left to do.
 

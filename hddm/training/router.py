@@ -17,7 +17,12 @@ from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
 from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.resume import recipe_before
-from hddm.training.router_accuracy import Evidence, accuracy_of, held_out_evidence, is_better_than_chance
+from hddm.training.router_accuracy import (
+    Evidence,
+    accuracy_of,
+    held_out_evidence,
+    is_better_than_chance,
+)
 from hddm.training.router_temperatures import calibrate_router
 from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
 from hddm.training.watching import watching
@@ -71,7 +76,9 @@ def train_router(
     source, own = ("images kept from training", held) if len(held) else ("training images", rows)
     evidence = held_out_evidence(shards) or Evidence(stored, own, labels[own], source)
     shape = shards[0].shape
-    network = new_network(RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards))
+    network = new_network(
+        RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards)
+    )
 
     def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         number = len(chosen)
@@ -120,17 +127,25 @@ def train_router(
 
     task = Task(network, len(rows), draw, loss, (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 0))
     data = data_of(shards)
-    return run_task(task, recipe, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
+    return run_task(
+        task, recipe, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching()
+    )
 
 
 def _check_alike(shards: Sequence[Shard]) -> None:
     first: dict[str, Shard] = {}
     for shard in shards:
         if (other := first.setdefault(shard.hash, shard)) is not shard:
-            raise HddmError(f"{shard.folder}: holds the same images as {other.folder}; name each shard once")
+            raise HddmError(
+                f"{shard.folder}: holds the same images as {other.folder}; name each shard once"
+            )
         if (shard.shape, shard.vae) != (shards[0].shape, shards[0].vae):
-            one, two = (f"{each.folder} ({each.shape}, VAE {each.vae})" for each in (shards[0], shard))
-            raise HddmError(f"{one} and {two} hold samples of different kinds; encode all of them alike")
+            one, two = (
+                f"{each.folder} ({each.shape}, VAE {each.vae})" for each in (shards[0], shard)
+            )
+            raise HddmError(
+                f"{one} and {two} hold samples of different kinds; encode all of them alike"
+            )
 
 
 def held_out(shard: Shard) -> Tensor:

@@ -44,7 +44,9 @@ def held_out_evidence(shards: Sequence[Shard]) -> Evidence | None:
     return Evidence(store, rows, store.shard_of(rows), "held-out images")
 
 
-def accuracy_of(network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence, seed: int) -> dict[str, Any]:
+def accuracy_of(
+    network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence, seed: int
+) -> dict[str, Any]:
     """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
     At most `hddm.training.denoising.IMAGES` images of ``evidence`` are used, spread evenly over all. Besides

@@ -44,7 +44,9 @@ def calibrate_router(
     """
     noised = noised_logits(network, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
-    half = torch.empty_like(labels).index_put_((labels.argsort(stable=True),), torch.arange(len(labels)) % 2)
+    half = torch.empty_like(labels).index_put_(
+        (labels.argsort(stable=True),), torch.arange(len(labels)) % 2
+    )
     part = half[noised.image]
     crossed = torch.empty_like(noised.t)
     for k in (0, 1):
@@ -143,5 +145,7 @@ def noised_logits(
     for rows, times in zip(image.split(batch_size), t.split(batch_size), strict=True):
         x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
         eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
-        logits.append(network((1 - wide) * x_0 + wide * eps, (times * TIME_SCALE).to(images)).double())
+        logits.append(
+            network((1 - wide) * x_0 + wide * eps, (times * TIME_SCALE).to(images)).double()
+        )
     return Noised(torch.cat(logits), t, labels[image], image)

@@ -24,14 +24,24 @@ from hddm.settings import READ, Described, Positive, PredictionName, Shown, Stra
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
-from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, PositiveNumber, Record, Seed, Share, parse_record
+from hddm.utils.records import (
+    OPTIONS,
+    WHOLE,
+    NoiseRange,
+    PositiveNumber,
+    Record,
+    Seed,
+    Share,
+    parse_record,
+)
 
 Weighting = Literal["prediction", "velocity"]
 TimeSampling = Literal["uniform", "logit-normal"]
 Size = Annotated[str, AfterValidator(lambda name: size_config(name) and name)]
 # Options of the command line are words.
 SamplingSteps = Annotated[
-    Literal[1, 2, 4], BeforeValidator(lambda value: int(value) if value in ("1", "2", "4") else value)
+    Literal[1, 2, 4],
+    BeforeValidator(lambda value: int(value) if value in ("1", "2", "4") else value),
 ]
 
 Open = TypeVar("Open")
@@ -159,13 +169,17 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
     """Number of sampling steps to train for; needs `init`. Default: any."""
     trajectories: Positive = 8192
     """Teacher trajectories that a student of few steps learns from."""
-    guidance_scale: Annotated[float, Field(allow_inf_nan=False), Shown(topic="Students of few steps")] = 1.0
+    guidance_scale: Annotated[
+        float, Field(allow_inf_nan=False), Shown(topic="Students of few steps")
+    ] = 1.0
     """Guidance scale of the teacher of a student of few steps; 1 is none."""
 
     @model_validator(mode="after")
     def _fits_its_teacher(self) -> "DistillFields[Open]":
         if self.strategy is not None and self.teacher == "shard":
-            raise ValueError(f"`strategy` {self.strategy}: is for `teacher` routed; choose that, or drop it")
+            raise ValueError(
+                f"`strategy` {self.strategy}: is for `teacher` routed; choose that, or drop it"
+            )
         if self.strategy is not None and Strategy.parse(self.strategy).keeps_one:
             raise ValueError(f"`strategy` {self.strategy}: keeps one expert per sample; use full")
         if self.sampling_steps is None and self.guidance_scale != 1:
@@ -189,7 +203,9 @@ class AllSettings(ExpertFields[None]):
 
     def with_objective(self, name: str) -> ExpertSettings:
         """Settings of an expert with this objective."""
-        return ExpertSettings.model_validate(self.model_dump(exclude_unset=True) | {"objective": name})
+        return ExpertSettings.model_validate(
+            self.model_dump(exclude_unset=True) | {"objective": name}
+        )
 
 
 def refuse_fixed(settings: Record, schedule: Path | None = None) -> None:
@@ -214,7 +230,9 @@ class ExpertRecipe(ExpertFields[Never]):
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError("`lora_alpha` is the scale of an adapter; pass `lora_rank` too")
         if self.lora_rank is not None and self.weak_at:
-            raise ValueError("`weak_at`: an adapter (`lora_rank`) has no weak model; drop one of the two")
+            raise ValueError(
+                "`weak_at`: an adapter (`lora_rank`) has no weak model; drop one of the two"
+            )
         return self
 
     @property
@@ -262,14 +280,22 @@ class Start:
     @classmethod
     def of(cls, network: object, prediction: str, noise_range: NoiseRange = WHOLE) -> "Start":
         """Return the start of a training that continues ``network``."""
-        return cls(False, prediction, bool(getattr(network, "config", {}).get("rotary", False)), noise_range)
+        return cls(
+            False,
+            prediction,
+            bool(getattr(network, "config", {}).get("rotary", False)),
+            noise_range,
+        )
 
 
 NEW = Start()
 
 
 def resolve(
-    kind: type[RecipeKind], requested: Record, start: Start = NEW, before: Mapping[str, Any] | None = None
+    kind: type[RecipeKind],
+    requested: Record,
+    start: Start = NEW,
+    before: Mapping[str, Any] | None = None,
 ) -> RecipeKind:
     """Return the recipe of a training.
 
@@ -292,14 +318,20 @@ def resolve(
     recorded = before or {}
     if any(values.get(name) != recorded.get(name) for name in of_kind):
         recorded = {}
-    optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
+    optimizer = (
+        values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
+    )
     has_muon = optimizer == "muon"
     by_width = 0.2 if has_muon else 0.125 if issubclass(kind, RouterRecipe) else 0.5
-    prediction = values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
+    prediction = (
+        values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
+    )
     is_new_sample = start.is_new and prediction == "sample"
     defaults = {
         "optimizer": optimizer,
-        "learning_rate": by_width / size_config(values["size"])["hidden_size"] if start.is_new else 1e-4,
+        "learning_rate": by_width / size_config(values["size"])["hidden_size"]
+        if start.is_new
+        else 1e-4,
         "muon_learning_rate": MUON_RATE if has_muon else None,
         "warmup": min(LONGEST_WARMUP, values["steps"] // 10),
         "threads": get_num_threads(),
@@ -351,7 +383,12 @@ class RunOptions(Keeping):
 
 Settings = TypeVar("Settings", bound=Record)
 # A file may serve several verbs, so keys of any kind of settings are allowed.
-SETTINGS_IN_FILES: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
+SETTINGS_IN_FILES: tuple[type[Record], ...] = (
+    Keeping,
+    ExpertSettings,
+    RouterSettings,
+    DistillSettings,
+)
 
 
 _VALID = {"steps": 1, "objective": "flow"}
@@ -367,7 +404,10 @@ def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, A
     """
     content: dict[str, Any] = {}
     if path is not None:
-        known = {*record.model_fields, *(name for kind in SETTINGS_IN_FILES for name in kind.model_fields)}
+        known = {
+            *record.model_fields,
+            *(name for kind in SETTINGS_IN_FILES for name in kind.model_fields),
+        }
         known -= {*RunOptions.__annotations__}
         for key, value in read_yaml(path).items():
             if key not in known:

@@ -27,7 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.training import resume
-from hddm.training.resume import CHECKPOINTS, RUN_FILE, SettingsChange, checkpoints_in, run_folder_of, step_of
+from hddm.training.resume import (
+    CHECKPOINTS,
+    RUN_FILE,
+    SettingsChange,
+    checkpoints_in,
+    run_folder_of,
+    step_of,
+)
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, read_json, remove, sha256_of, write_json, writing
@@ -118,7 +125,9 @@ class TrainingState:
     network: nn.Module
     ema: Ema
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
+    scaler: torch.amp.GradScaler = field(
+        default_factory=lambda: torch.amp.GradScaler(enabled=False)
+    )
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     """Time of all steps, without the time between them."""
@@ -253,7 +262,9 @@ class Run:
             write_json(draft / PROGRESS, state.progress().model_dump(mode="json"))
             write_manifest(draft)
         if not _is_complete(target):
-            raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
+            raise HddmError(
+                f"{target}: does not read back as it was written; the disk may be failing"
+            )
         self._prune(state.step)
         self._saved = time.monotonic()
         self._took = self._saved - begun
@@ -312,7 +323,9 @@ def open_run(
             step = 0 if run.begun_at is None else step_of(run.begun_at)
             run.changes = resume.with_changes(before.get("changes", []), changed, step)
         keeping = options.model_dump(mode="json", include=set(Keeping.model_fields))
-        work.write({"format": resume.RUN_FORMAT, **record, "keeping": keeping, "changes": run.changes})
+        work.write(
+            {"format": resume.RUN_FORMAT, **record, "keeping": keeping, "changes": run.changes}
+        )
         work.sweep()
         if options.resume and run.begun_at is None:
             log.info("%s: has no checkpoint; the training starts again at step 1", work.folder)

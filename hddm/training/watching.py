@@ -59,7 +59,9 @@ def watching(
     if options is not None and options.held_out is not None and shard is not None:
         images = open_held_out(options.held_out, shard)
         if TEXT in conditions and images.texts is None:
-            raise HddmError(f"`held_out` {images.folder}: holds no text embeddings; hddm encode makes them")
+            raise HddmError(
+                f"`held_out` {images.folder}: holds no text embeddings; hddm encode makes them"
+            )
         if field is not None:
             conditions_of(images, field)
 
@@ -68,7 +70,9 @@ def watching(
         options, logs, project = run.options, run.folder / LOGS, run.options.wandb
         figures, grids, held_out = Figures(options.log_every), None, None
         if images is not None and field is not None:
-            held_out = Guarded("held-out images", lambda: HeldOut(field, images, options.validate_every))
+            held_out = Guarded(
+                "held-out images", lambda: HeldOut(field, images, options.validate_every)
+            )
         if options.sample_every and field is not None and shard is not None:
             samples = run.folder / SAMPLES
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
@@ -147,7 +151,10 @@ class Figures:
         rates = ("train/learning_rate", "train/muon_learning_rate")
         entry |= dict(zip(rates, report.learning_rates, strict=False))
         entry["train/seconds_waited"] = report.waited
-        images, seconds = sum(len(one.losses) for one in reports), sum(one.seconds for one in reports)
+        images, seconds = (
+            sum(len(one.losses) for one in reports),
+            sum(one.seconds for one in reports),
+        )
         entry["train/images_per_second"] = images / max(seconds, 1e-9)
         return {name: value for name, value in entry.items() if math.isfinite(value)}
 
@@ -169,7 +176,9 @@ class SampleGrids:
     ``conditions`` are the names of the conditions that the network is trained with.
     """
 
-    def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
+    def __init__(
+        self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path
+    ) -> None:
         self._field, self._folder, self._space = field, folder, shard.space
         self._num, given = IMAGES, dict[str, Tensor]()
         if TEXT in conditions and shard.texts is not None:
@@ -351,7 +360,12 @@ class WandbLog:
         if not path.exists():
             path.write_text(secrets.token_hex(8))
         quiet = wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT)
-        place = {"project": project, "id": path.read_text(), "name": folder.stem, "dir": str(folder)}
+        place = {
+            "project": project,
+            "id": path.read_text(),
+            "name": folder.stem,
+            "dir": str(folder),
+        }
         how = {"config": dict(settings), "resume": "allow", "mode": _mode(), "settings": quiet}
         self._run: Any = wandb.init(**place, **how)
 
@@ -366,7 +380,11 @@ class WandbLog:
 
 
 def _mode() -> str:
-    chosen = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else "offline")
+    chosen = os.environ.get("WANDB_MODE") or (
+        "online" if "WANDB_API_KEY" in os.environ else "offline"
+    )
     if chosen == "offline":
-        log.info("W&B: the run is written offline; wandb sync sends it, and WANDB_MODE=online at once")
+        log.info(
+            "W&B: the run is written offline; wandb sync sends it, and WANDB_MODE=online at once"
+        )
     return chosen

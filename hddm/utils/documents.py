@@ -55,7 +55,14 @@ def parse_yaml(text: bytes, origin: str) -> dict[str, Any]:
         content = yaml.load(text.decode(), Loader=_CoreLoader)
         _check(content)
     # KeyError is a word tagged as a boolean, TypeError a value tagged as a kind that JSON lacks.
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise HddmError(f"{origin}: is not YAML ({_reason(error)}); correct it") from error
     if content is None:
         return {}
@@ -69,7 +76,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {one_line(next(key for key in found if keys.count(key) > 1), 60)!r} twice")
+        raise ValueError(
+            f"key {one_line(next(key for key in found if keys.count(key) > 1), 60)!r} twice"
+        )
     return found
 
 
@@ -83,7 +92,9 @@ def _check(content: Any) -> None:
     """Raise ValueError for values that later code cannot walk, print or write."""
     level, depth = [content], 0
     while level := [one for one in level if isinstance(one, dict | list)]:
-        level = [value for one in level for value in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            value for one in level for value in (one.values() if isinstance(one, dict) else one)
+        ]
         depth += 1
         if depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} levels deep")
@@ -112,7 +123,9 @@ class _CoreLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "aliases (*) are not read; write it out", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*) are not read; write it out", mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -137,6 +150,10 @@ for _name, _pattern, _first in (
     ("null", r"(?:null|Null|NULL|~|)\Z", ["n", "N", "~", ""]),
     ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
     ("int", r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", list("-+0123456789")),
-    ("float", rf"(?:[-+]?(?:{_FRACTION}|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))\Z", list("-+.0123456789")),
+    (
+        "float",
+        rf"(?:[-+]?(?:{_FRACTION}|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))\Z",
+        list("-+.0123456789"),
+    ),
 ):
     _CoreLoader.add_implicit_resolver(_TAG + _name, re.compile(_pattern), _first)

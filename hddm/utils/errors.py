@@ -82,7 +82,9 @@ def optional(module: str, user: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise HddmError(f"{user} needs {name}: pip install '.[{extra}]' in a checkout of hddm") from error
+        raise HddmError(
+            f"{user} needs {name}: pip install '.[{extra}]' in a checkout of hddm"
+        ) from error
 
 
 _LONGEST_NAME = 100

@@ -48,10 +48,13 @@ def inside(folder: Path, name: str) -> Path:
     repositories = (
         revision.parent.parent
         for revision in (root, *root.parents)
-        if revision.parent.name == "snapshots" and revision.parent.parent.name.startswith("models--")
+        if revision.parent.name == "snapshots"
+        and revision.parent.parent.name.startswith("models--")
     )
     if not target.is_relative_to(next(repositories, root)):
-        raise HddmError(f"{folder / name}: is a link to {target}, outside the folder; copy it there")
+        raise HddmError(
+            f"{folder / name}: is a link to {target}, outside the folder; copy it there"
+        )
     return target
 
 
@@ -60,7 +63,9 @@ PATIENCE = 0.1
 
 
 @contextlib.contextmanager
-def locked(path: Path, busy: str, other: str = "another", patience: float = PATIENCE) -> Iterator[None]:
+def locked(
+    path: Path, busy: str, other: str = "another", patience: float = PATIENCE
+) -> Iterator[None]:
     """Hold the lock ``path`` within the block; the system frees it when the process ends or is killed.
 
     The file names the process that holds it, and is not removed; a missing folder is created. If another
@@ -172,7 +177,11 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         draft.rename(target)
     except BaseException as error:
         restore(target)
-        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+        if isinstance(error, OSError) and error.errno in (
+            errno.EEXIST,
+            errno.ENOTEMPTY,
+            errno.ENOTDIR,
+        ):
             raise _made_meanwhile(target) from error
         raise
     if old.exists():
@@ -190,7 +199,9 @@ def check_result_file(path: Path, overwrite: bool = False) -> None:
     if not path.exists():
         return
     if not overwrite:
-        raise HddmError(f"{path} exists: choose another file, or pass `overwrite=True` to replace it")
+        raise HddmError(
+            f"{path} exists: choose another file, or pass `overwrite=True` to replace it"
+        )
     if read_json(path).get("kind") != "evaluation":
         raise HddmError(f"{path}: is not a result of an evaluation; choose another file")
 
@@ -209,13 +220,17 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise HddmError(f"{target}: cannot be created: {above} is not a writable folder; choose another")
+            raise HddmError(
+                f"{target}: cannot be created: {above} is not a writable folder; choose another"
+            )
         return
     is_empty = target.is_dir() and not any(target.iterdir())
     if is_empty and (overwrite or not (target.is_mount() or target.absolute() == Path.cwd())):
         return
     if not overwrite:
-        raise HddmError(f"{target} exists: choose another folder, or pass `overwrite=True` to replace it")
+        raise HddmError(
+            f"{target} exists: choose another folder, or pass `overwrite=True` to replace it"
+        )
     if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
         text = f"replaces only a folder of the same kind, and this one has no {record} of hddm's"
         raise HddmError(f"{target}: `overwrite=True` {text}")
@@ -256,7 +271,9 @@ def _remove_left(target: Path) -> None:
 def _left(target: Path, *kinds: str) -> list[Path]:
     """Drafts of ``target``, or what was renamed away, by processes that have ended."""
     name = glob.escape(target.name)
-    return [path for kind in kinds for path in target.parent.glob(f".{name}.{kind}-*") if _is_left(path)]
+    return [
+        path for kind in kinds for path in target.parent.glob(f".{name}.{kind}-*") if _is_left(path)
+    ]
 
 
 def _lock_of(target: Path) -> Path:
@@ -345,7 +362,9 @@ def refuse_full_disk(out: Path, size: float) -> None:
     path = out.absolute()
     free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
     if free < size * 1.02:
-        raise HddmError(f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")
+        raise HddmError(
+            f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk"
+        )
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -447,7 +466,9 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise HddmError(f"{path}: no such file") from None
     # ValueError is a name with NUL.
     except (OSError, ValueError) as error:
-        raise HddmError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise HddmError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -50,7 +50,9 @@ def as_element(figure: "Figure", name: str, alt: str) -> str:
     head = re.search(r'<svg[^>]*viewBox="([^"]+)"[^>]*>', text.getvalue())
     assert head is not None
     # Matplotlib's only style, which as part of a page would be the page's; it stands in the page's own sheet.
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text.getvalue()[head.end() :], flags=re.DOTALL)
+    body = re.sub(
+        r"<defs>\s*<style.*?</style>\s*</defs>", "", text.getvalue()[head.end() :], flags=re.DOTALL
+    )
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body.replace("xlink:href", "href"))
     body = re.sub(r"\n\s*", "\n", body)
     return f'<svg viewBox="{head[1]}" role="img" aria-label="{html.escape(alt)}">{body}'

@@ -41,7 +41,9 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
         raise HddmError(f"{path}: {problem}")
     content: dict[str, Any] = _load(path)
     if identity_of(path) != before:
-        raise HddmError(f"{path}: changed while it was read; wait until it is complete, and try again")
+        raise HddmError(
+            f"{path}: changed while it was read; wait until it is complete, and try again"
+        )
     return content
 
 
@@ -68,11 +70,17 @@ def _problem(path: Path) -> str:
     code += "from hddm.utils.pickles import try_to_load; sys.exit(try_to_load(sys.argv[1]))"
     command, seconds = [sys.executable, "-c", code, str(path)], 10 * _seconds(path)
     try:
-        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+        child = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return f"takes more than {seconds} seconds to load"
     crash = f"ends a process that loads it (code {child.returncode})"
-    return f"{child.stdout or crash}; fetch it again or use a safetensors version" if child.returncode else ""
+    return (
+        f"{child.stdout or crash}; fetch it again or use a safetensors version"
+        if child.returncode
+        else ""
+    )
 
 
 def _seconds(path: Path) -> int:
@@ -87,7 +95,11 @@ def try_to_load(name: str) -> bool:
         _limit(path)
         with zipfile.ZipFile(path) as archive:
             # torch maps records as they are, and does not verify their checksums.
-            packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+            packed = [
+                one.filename
+                for one in archive.infolist()
+                if one.compress_type != zipfile.ZIP_STORED
+            ]
             if damaged := packed[0] if packed else archive.testzip():
                 raise HddmError(f"record {damaged!r} is {'compressed' if packed else 'damaged'}")
         content = _load(path)
@@ -114,11 +126,15 @@ def _limit(path: Path) -> None:
 
     limits, status = {resource.RLIMIT_CPU: _seconds(path)}, Path("/proc/self/status")
     if status.exists():
-        (used,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmData"))
+        (used,) = (
+            line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmData")
+        )
         limits[resource.RLIMIT_DATA] = int(used) * 1024 + path.stat().st_size + MEMORY
     for kind, most in limits.items():
         _, largest = resource.getrlimit(kind)
-        resource.setrlimit(kind, (most if largest == resource.RLIM_INFINITY else min(most, largest), largest))
+        resource.setrlimit(
+            kind, (most if largest == resource.RLIM_INFINITY else min(most, largest), largest)
+        )
 
 
 def _load(path: Path) -> Any:
@@ -131,10 +147,14 @@ def _check(value: object, key: str = "", depth: int = 0) -> None:
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, torch.nn.Parameter) and not value.is_quantized
         if not is_plain or value.layout is not torch.strided or value.device.type != "cpu":
-            raise HddmError(f"{key!r} is sparse, quantized or without numbers, which weights never are")
+            raise HddmError(
+                f"{key!r} is sparse, quantized or without numbers, which weights never are"
+            )
         size, stored = value.numel() * value.itemsize, value.untyped_storage().nbytes()
         if size > stored:
-            raise HddmError(f"{key!r} of shape {tuple(value.shape)} is {size} bytes made of {stored}")
+            raise HddmError(
+                f"{key!r} of shape {tuple(value.shape)} is {size} bytes made of {stored}"
+            )
     elif isinstance(value, argparse.Namespace | dict | list | tuple):
         if depth == _DEEPEST:
             raise HddmError(f"{key!r} is nested too deep, which weights never are")

@@ -49,7 +49,9 @@ class _Pace:
             return
         self._marks.append((now, units))
         half = (start + now) / 2, (uncounted + units) / 2
-        while len(self._marks) > 2 and (self._marks[1][0] <= half[0] or self._marks[1][1] <= half[1]):
+        while len(self._marks) > 2 and (
+            self._marks[1][0] <= half[0] or self._marks[1][1] <= half[1]
+        ):
             self._marks.popleft()
 
     def seconds(self, now: float, units: int, further: int) -> float | None:
@@ -103,7 +105,12 @@ class Progress:
             columns, rows = shutil.get_terminal_size()
             keeps = self._total is not None
             self._bar = tqdm(
-                total=self._total, desc=self._label, bar_format=shape, ncols=columns, nrows=rows, leave=keeps
+                total=self._total,
+                desc=self._label,
+                bar_format=shape,
+                ncols=columns,
+                nrows=rows,
+                leave=keeps,
             )
 
     def __enter__(self) -> Self:
@@ -115,7 +122,9 @@ class Progress:
                 Progress.opened[0]._ended.set()
         Progress.opened.append(self)
         if Progress.heard is None:
-            threading.Thread(target=self._beat, daemon=True, name="speaks while nothing is counted").start()
+            threading.Thread(
+                target=self._beat, daemon=True, name="speaks while nothing is counted"
+            ).start()
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -192,7 +201,11 @@ class Progress:
         if self._done == self._total:
             return []
         left = self._left(self._spoke)
-        return [f"{duration(self._spoke - self._start)} so far" if left is None else f"{duration(left)} left"]
+        return [
+            f"{duration(self._spoke - self._start)} so far"
+            if left is None
+            else f"{duration(left)} left"
+        ]
 
     def _left(self, now: float) -> float | None:
         """Seconds until the end, at the recent pace; None at the end, and before there is evidence."""

@@ -41,7 +41,11 @@ class RayWorkers(Backend):
     def __init__(self, address: str = LOCAL, retries: int = RETRIES) -> None:
         super().__init__(sys.maxsize, retries)
         self._ray, self._connection = optional("ray", "`ray`", "ray"), contextlib.ExitStack()
-        self._address, self._tasks, self._numbers = address, dict[int, tuple[Call, Any]](), itertools.count()
+        self._address, self._tasks, self._numbers = (
+            address,
+            dict[int, tuple[Call, Any]](),
+            itertools.count(),
+        )
 
     def __enter__(self) -> Self:
         ray = self._ray
@@ -49,7 +53,12 @@ class RayWorkers(Backend):
         # All other nodes may die.
         node, on_node = ray.get_runtime_context().get_node_id(), ray.util.scheduling_strategies
         here = on_node.NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+        options = {
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "scheduling_strategy": here,
+        }
         self._reports = ray.remote(**options)(_Reports).remote()
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         return self
@@ -155,13 +164,17 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
         try:
             if host and port.isdecimal():
                 # Ray itself would try for minutes.
-                socket.create_connection((host.rpartition("/")[2], int(port)), REACH_SECONDS).close()
+                socket.create_connection(
+                    (host.rpartition("/")[2], int(port)), REACH_SECONDS
+                ).close()
             ray.init(address=address, logging_level=logging.ERROR, **own)
         # Ray raises a bare one where a machine is too busy to start it.
         except Exception as error:
             remedy = f"; if it needs a token, set {AUTHENTICATION}=token"
             hint = "" if AUTHENTICATION in os.environ else remedy
-            raise HddmError(f"`ray` {address}: no cluster answers there ({one_line(error)}){hint}") from error
+            raise HddmError(
+                f"`ray` {address}: no cluster answers there ({one_line(error)}){hint}"
+            ) from error
         try:
             # Ray's own handler of SIGTERM would exit in the middle of our work.
             for one, handler in handlers.items():

@@ -122,7 +122,9 @@ def read_record(
     return parse_record(text, record, str(path))
 
 
-def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origin: str) -> AnyRecord:
+def parse_record(
+    content: dict[str, Any] | bytes, record: type[AnyRecord], origin: str
+) -> AnyRecord:
     """Parse ``content``; ``origin`` names its source in errors, or is `OPTIONS`.
 
     Bytes are JSON, of others: there a number is no text, no boolean, and where it is whole has no fraction.
@@ -177,7 +179,9 @@ def _of_arguments(problem: ErrorDetails) -> str:
         return text
     value = problem["input"]
     shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-    return f"`{problem['loc'][0]}` " + (text if problem["type"] == "missing" else f"{shown}: {text}")
+    return f"`{problem['loc'][0]}` " + (
+        text if problem["type"] == "missing" else f"{shown}: {text}"
+    )
 
 
 def check_format(content: dict[str, Any], known: str, path: Path) -> None:
@@ -199,7 +203,19 @@ SMALL = 2**24
 """Bytes below which a file is hashed on every opening."""
 
 PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
-_NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
+_NO_MEANING = {
+    ".md",
+    ".rst",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".gif",
+    ".webp",
+    ".svg",
+    ".html",
+    ".pdf",
+    ".log",
+}
 
 
 class FolderManifest(Record):
@@ -216,7 +232,11 @@ def write_manifest(
 
     With ``read``, it lists these files only, since users may add others.
     """
-    names = [name for name in _listed(folder, folder) if name != MANIFEST and (read is None or name in read)]
+    names = [
+        name
+        for name in _listed(folder, folder)
+        if name != MANIFEST and (read is None or name in read)
+    ]
     _write_files(folder, {name: sha256(folder / name) for name in sorted(names)})
 
 
@@ -284,7 +304,9 @@ def damage(
         return (f"{MANIFEST}: is not there, and belongs to {record}",)
     files = read_folder_manifest(folder).files
     remembered = HashCache(folder, SMALL)
-    found = [f"{name}: was added" for name in known if name not in files and (folder / name).exists()]
+    found = [
+        f"{name}: was added" for name in known if name not in files and (folder / name).exists()
+    ]
     for name, expected in files.items():
         if not chosen(name):
             continue

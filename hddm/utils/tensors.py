@@ -63,12 +63,20 @@ def available_device(name: str | torch.device) -> torch.device:
     Raises `HddmError` for an unknown or missing device.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except Exception as error:  # torch has one of its own for every kind of absence
-        raise HddmError(f"`device` {name}: is not available here ({one_line(error, 120)})") from error
+        raise HddmError(
+            f"`device` {name}: is not available here ({one_line(error, 120)})"
+        ) from error
     return device
 
 
@@ -93,7 +101,9 @@ def refuse_other_kinds(
     """Refuse tensors of the file ``path`` unlike ``kinds``: dtype and dimensions by name, all as long."""
     found = {name: (value.dtype, value.ndim) for name, value in tensors.items()}
     if found != kinds or len({len(value) for value in tensors.values()}) > 1:
-        listed = ", ".join(f"{name} {tuple(value.shape)} in {value.dtype}" for name, value in tensors.items())
+        listed = ", ".join(
+            f"{name} {tuple(value.shape)} in {value.dtype}" for name, value in tensors.items()
+        )
         raise HddmError(f"{path}: is not what was written (holds {one_line(listed)}); remove it")
 
 
@@ -132,14 +142,18 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Shapes and dtypes by tensor name, and metadata, without tensors; raises as `read_safetensors`."""
     if file_kind(path) != "safetensors":
-        raise HddmError(f"{path}: cannot be read as safetensors (it is a pickle); use a safetensors version")
+        raise HddmError(
+            f"{path}: cannot be read as safetensors (it is a pickle); use a safetensors version"
+        )
     tensors = {}
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             for name in file.keys():  # noqa: SIM118 - no mapping
                 entry = file.get_slice(name)
-                tensors[name] = TensorInfo(tuple(entry.get_shape()), SAFETENSORS_DTYPES[entry.get_dtype()])
+                tensors[name] = TensorInfo(
+                    tuple(entry.get_shape()), SAFETENSORS_DTYPES[entry.get_dtype()]
+                )
     # KeyError is a dtype that torch lacks.
     except Exception as error:
         raise _unreadable(path, error) from error
@@ -228,7 +242,10 @@ def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[by
 
 def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) -> None:
     tensor = planned.read().detach()
-    name, stated = f"{planned.origin or path}: {planned.name!r}", f"{planned.shape} in {planned.dtype}"
+    name, stated = (
+        f"{planned.origin or path}: {planned.name!r}",
+        f"{planned.shape} in {planned.dtype}",
+    )
     if (found := f"{tuple(tensor.shape)} in {tensor.dtype}") != stated:
         raise HddmError(f"{name} is {found}, not {stated} as planned; is the file being changed?")
     for piece in _pieces(tensor):

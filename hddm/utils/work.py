@@ -70,7 +70,9 @@ class Difference(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: was {one_line(repr(self.was), 300)}, is {one_line(repr(self.now), 300)}"
+        return (
+            f"{self.key}: was {one_line(repr(self.was), 300)}, is {one_line(repr(self.now), 300)}"
+        )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -114,7 +116,9 @@ class Work:
     ``busy`` and ``other`` are texts for a second process: what the first one does, and what to choose.
     """
 
-    def __init__(self, folder: Path, identity: str = "", busy: str = "", other: str = "another") -> None:
+    def __init__(
+        self, folder: Path, identity: str = "", busy: str = "", other: str = "another"
+    ) -> None:
         self.folder, self._identity = folder, folder / identity
         self._busy, self._other = busy or f"{folder}: another process works in it", other
 
@@ -124,8 +128,12 @@ class Work:
         # A killed process may leave the lock and drafts of the identity.
         name = self._identity.name
         others = (path for path in self.folder.glob("*") if path.name != _LOCK)
-        if not self._identity.exists() and any(not path.name.startswith(f".{name}.") for path in others):
-            raise HddmError(f"{self.folder}: has files, but no {name}; move it away, or choose {self._other}")
+        if not self._identity.exists() and any(
+            not path.name.startswith(f".{name}.") for path in others
+        ):
+            raise HddmError(
+                f"{self.folder}: has files, but no {name}; move it away, or choose {self._other}"
+            )
         with locked(self.folder / _LOCK, self._busy, self._other, patience):
             yield
 
@@ -133,7 +141,9 @@ class Work:
         """What decides the work that was begun here; None without any."""
         return read_json(self._identity) if self._identity.is_file() else None
 
-    def begin(self, identity: Mapping[str, Any], refusal: str, replace: bool, again: bool = False) -> None:
+    def begin(
+        self, identity: Mapping[str, Any], refusal: str, replace: bool, again: bool = False
+    ) -> None:
         """Continue work of this ``identity``, or begin it if there is none, or ``again``.
 
         Work of another identity goes if ``replace``; else raises `HddmError` with ``refusal`` and all
@@ -190,17 +200,23 @@ class Work:
         try:
             content = self.record(path)
             files = content.pop("files", {})
-            is_whole = all(sha256_of(self.folder / name) == sha256 for name, sha256 in files.items())
+            is_whole = all(
+                sha256_of(self.folder / name) == sha256 for name, sha256 in files.items()
+            )
         except HddmError:
             return None
         return content if is_whole else None
 
-    def finish(self, path: Path, content: Mapping[str, Any], files: Mapping[str, str] | None = None) -> None:
+    def finish(
+        self, path: Path, content: Mapping[str, Any], files: Mapping[str, str] | None = None
+    ) -> None:
         """Record that the part at ``path`` is done, with plain values about it.
 
         ``files`` are the SHA-256 of its files by their paths in the folder, for `done`.
         """
-        written = json.loads(json.dumps({**content, **({} if files is None else {"files": dict(files)})}))
+        written = json.loads(
+            json.dumps({**content, **({} if files is None else {"files": dict(files)})})
+        )
         sealed = written | {"seal": hash_of(written)}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(_record(path), lambda draft: write_json(draft, sealed))
@@ -263,8 +279,12 @@ def open_draft(
             check_absent(target, record, overwrite)
             unfinished = f"{target}: {draft.folder} holds an unfinished {work}"
             if resume is False and not overwrite and draft.found() is not None:
-                raise HddmError(f"{unfinished}; `resume=True` continues it, `overwrite=True` starts again")
-            refusal = "of other options; repeat those to continue, or pass `overwrite=True` to discard it"
+                raise HddmError(
+                    f"{unfinished}; `resume=True` continues it, `overwrite=True` starts again"
+                )
+            refusal = (
+                "of other options; repeat those to continue, or pass `overwrite=True` to discard it"
+            )
             draft.begin(identity, f"{unfinished} {refusal}", overwrite, again=resume is False)
             for folder in (draft.whole, draft.parts):
                 folder.mkdir(exist_ok=True)

@@ -152,7 +152,9 @@ class Backend(ABC):
                     if isinstance(value, Died):
                         how = f"{calls[k].name}: its process {value.message}"
                         if starts[k] <= self.retries:
-                            log.warning("%s; restarting it (%d of %d)", how, starts[k], self.retries)
+                            log.warning(
+                                "%s; restarting it (%d of %d)", how, starts[k], self.retries
+                            )
                             waiting.appendleft(k)
                             continue
                         if starts[k] > 1:
@@ -177,8 +179,14 @@ class Workers(Backend):
     def start(self, call: Call) -> "_Worker":
         import torch
 
-        slot = next(k for k in range(self.count) if k not in self._workers or not self._workers[k].is_busy)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        slot = next(
+            k for k in range(self.count) if k not in self._workers or not self._workers[k].is_busy
+        )
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         variables = compute_environment(call.threads or max(1, cores // self.count))
         if (gpus := torch.cuda.device_count()) > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -193,7 +201,10 @@ class Workers(Backend):
 
     def wait(self, seconds: float) -> list[Event]:
         busy = [worker for worker in self._workers.values() if worker.is_busy]
-        wait([one for worker in busy for one in (worker.connection, worker.process.sentinel)], seconds)
+        wait(
+            [one for worker in busy for one in (worker.connection, worker.process.sentinel)],
+            seconds,
+        )
         return [(worker, *event) for worker in busy for event in worker.received()]
 
     def stop(self) -> None:
@@ -269,10 +280,16 @@ class _Worker:
         """Words, and the last line of the output: ``ended with exit code 1 (…)``."""
         self._pass_on()
         code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         if code == -signal.SIGKILL:
             how += ", probably because memory ran out, so let fewer run at a time"
-        text = os.pread(self._output.fileno(), _MOST, max(0, self._read - _MOST)).decode(errors="replace")
+        text = os.pread(self._output.fileno(), _MOST, max(0, self._read - _MOST)).decode(
+            errors="replace"
+        )
         return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
 
 

@@ -86,7 +86,10 @@ def test_compute_is_of_all_that_was_trained_for_a_row(miniature: Finished) -> No
         calibration = model.calibration_flop or 0
         of_router = 0 if name == "single" else 4 * (8 * 30 + 1)
         assert model.training_flop == flop + of_router + calibration
-    assert (models["single"].router_flop, models["flow"].router_flop) == (0, models["mixed"].router_flop)
+    assert (models["single"].router_flop, models["flow"].router_flop) == (
+        0,
+        models["mixed"].router_flop,
+    )
     assert models["flow"].parts == ("flow-0", "flow-1", "router")
     assert (models["flow"].steps, models["flow"].batch_sizes) == ((6, 6, 4), (8, 8, 8))
     # Two experts of one size, and the router's own.
@@ -100,7 +103,9 @@ def test_what_was_there_before_is_not_counted(miniature: Finished, tmp_path: Pat
     results = again(miniature, tmp_path / "out", file(not_counted=["ddpm-0", "router"]))
     models = {one.model: one for one in results.models}
     assert (models["mixed"].parts, models["flow"].parts) == (("flow-1",), ("flow-0", "flow-1"))
-    assert "the training of ddpm-0, router is not counted" in (tmp_path / "out/tables.md").read_text()
+    assert (
+        "the training of ddpm-0, router is not counted" in (tmp_path / "out/tables.md").read_text()
+    )
 
 
 def test_started_again_it_does_nothing_and_keeps_its_date(
@@ -115,7 +120,9 @@ def test_started_again_it_does_nothing_and_keeps_its_date(
 
 
 @pytest.mark.integration
-def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished, tmp_path: Path) -> None:
+def test_results_of_other_settings_are_not_replaced_unasked(
+    miniature: Finished, tmp_path: Path
+) -> None:
     out = Path(shutil.copytree(miniature.out, tmp_path / "out", symlinks=True))
     changed = file(values={"steps": 7, "images": 40})
     told = refusal(run_inline, changed, out, miniature.data)
@@ -123,7 +130,9 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished,
     assert "values.steps: was 6, is 7" in told
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note").write_text("precious")
-    assert "has no benchmark.json of" in refusal(run_inline, changed, tmp_path / "mine", miniature.data)
+    assert "has no benchmark.json of" in refusal(
+        run_inline, changed, tmp_path / "mine", miniature.data
+    )
 
 
 @pytest.mark.integration
@@ -148,7 +157,9 @@ def _edit_weights(jobs: Path) -> None:
 
 
 def _edit_scores(jobs: Path) -> None:
-    scores = next(path for path in jobs.glob("evaluate-*.json") if not path.name.endswith(".done.json"))
+    scores = next(
+        path for path in jobs.glob("evaluate-*.json") if not path.name.endswith(".done.json")
+    )
     scores.write_text(scores.read_text().replace('"value": ', '"value": 1'))
 
 
@@ -216,7 +227,9 @@ def test_a_folder_of_a_start_that_was_killed_before_its_record_goes_on(
 
 
 @pytest.mark.integration
-def test_rows_whose_names_have_one_slug_are_measured_apart(miniature: Finished, tmp_path: Path) -> None:
+def test_rows_whose_names_have_one_slug_are_measured_apart(
+    miniature: Finished, tmp_path: Path
+) -> None:
     """And equal steps and rows are found under each of their names."""
     changes: dict[str, Any] = {
         "steps": {**CONTENT["steps"], "mixed-again": "assemble $ddpm-0 $flow-1"},
@@ -304,11 +317,17 @@ def _forward() -> tuple[int, int]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("objective", ["flow", "ddpm"])
-def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: str, shards: Path) -> None:
+def test_a_training_step_costs_its_forward_and_twice_that_backward(
+    objective: str, shards: Path
+) -> None:
     words = ["train", "expert", str(shards / "shard_0"), "--objective", objective, "--size", "tiny"]
     forward, idle = _forward()
     step = 3 * forward - idle
-    assert count_training([*words, "--optimizer", "adamw", "--steps", "90"], run_words) == (step, 0, 0)
+    assert count_training([*words, "--optimizer", "adamw", "--steps", "90"], run_words) == (
+        step,
+        0,
+        0,
+    )
 
     def update(m: int, n: int) -> int:
         """Five iterations, for G of shape (m, n), n <= m: G^T G, its square, and the product with G."""
@@ -316,7 +335,11 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: st
 
     muon = DEPTH * (update(3 * WIDTH, WIDTH) + update(WIDTH, WIDTH) + 2 * update(4 * WIDTH, WIDTH))
     muon += update(FREQUENCIES, WIDTH) + update(WIDTH, WIDTH) + update(6 * WIDTH, WIDTH)
-    assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (step, muon, 0)
+    assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (
+        step,
+        muon,
+        0,
+    )
 
 
 @pytest.mark.integration
@@ -382,7 +405,9 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
-    _, left = psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10)
+    _, left = psutil.wait_procs(
+        [psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10
+    )
     for process in left:
         process.kill()
     assert not left
@@ -399,7 +424,9 @@ def _until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_with_workers_it_goes_on_whatever_stopped_it(number: signal.Signals, tmp_path: Path) -> None:
+def test_with_workers_it_goes_on_whatever_stopped_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     path, jobs = tmp_path / "mine.yaml", tmp_path / "out" / "jobs"
     long = CONTENT | {"values": {"steps": 60, "images": 40}, "workers": 2}
     path.write_text(yaml.safe_dump(long, sort_keys=False))

@@ -100,7 +100,9 @@ def test_fewer_seeds_with_overwrite_replace_the_results(out: Path, data: Path) -
 def test_names_of_finished_experts_that_options_use_are_part_of_the_identity(
     jobs: Path, data: Path, tmp_path: Path
 ) -> None:
-    first, second = (SeedPlan(small(), seed, Work(jobs), LINES, data).steps["single"].path for seed in (0, 1))
+    first, second = (
+        SeedPlan(small(), seed, Work(jobs), LINES, data).steps["single"].path for seed in (0, 1)
+    )
     identities, shares = [], []
     for place, names in (("one", "xy"), ("two", "yx")):
         folders = []
@@ -212,11 +214,20 @@ def test_damage_is_repaired_whenever_the_repair_is_killed(name: str, out: Path, 
 # 6. Operations of pictures and of validation, made within the counted steps, are taken for all steps'.
 
 
-@pytest.mark.parametrize("more", ["--sample-every 2", "--validate-every 2 --held-out $all/held_out/shard_0"])
-def test_what_is_measured_on_the_way_is_no_cost_of_training(more: str, jobs: Path, data: Path) -> None:
+@pytest.mark.parametrize(
+    "more", ["--sample-every 2", "--validate-every 2 --held-out $all/held_out/shard_0"]
+)
+def test_what_is_measured_on_the_way_is_no_cost_of_training(
+    more: str, jobs: Path, data: Path
+) -> None:
     shard = plan_of(data, jobs).steps["all"].path / "shard_0"
     more = more.replace("$all/held_out", f"{shard.parent}/held_out")
-    words = ["train", "expert", str(shard), *["--size", "tiny", "--objective", "flow", "--steps", "20"]]
+    words = [
+        "train",
+        "expert",
+        str(shard),
+        *["--size", "tiny", "--objective", "flow", "--steps", "20"],
+    ]
     assert count_training([*words, *more.split()], run_words) == count_training(words, run_words)
 
 
@@ -239,7 +250,9 @@ def test_the_cost_of_an_ensemble_with_a_finished_expert_is_not_known(
     }
 
 
-def test_trajectories_of_the_teacher_are_a_cost_of_a_student(jobs: Path, data: Path, tmp_path: Path) -> None:
+def test_trajectories_of_the_teacher_are_a_cost_of_a_student(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
     single = plan_of(data, jobs).steps["single"].path
     both, config = tmp_path / "both", tmp_path / "students.yaml"
     run_words(["assemble", str(single), "--out", str(both)])
@@ -273,11 +286,15 @@ def test_held_out_without_such_images_is_refused(tmp_path: Path) -> None:
     evaluate = {**SMALL["evaluate"], "validation": "$data/test"}
     del evaluate["held_out"]
     path.write_text(json.dumps(SMALL | {"evaluate": evaluate}))
-    assert "names no images as `evaluate.held_out`" in refusal(read_benchmark, str(path), held_out=True)
+    assert "names no images as `evaluate.held_out`" in refusal(
+        read_benchmark, str(path), held_out=True
+    )
 
 
 @pytest.mark.parametrize("verb", ["train  expert", "train expert ", "train expert --batch-size 4"])
-def test_defaults_of_a_verb_that_is_spelt_oddly_are_refused(verb: str, data: Path, tmp_path: Path) -> None:
+def test_defaults_of_a_verb_that_is_spelt_oddly_are_refused(
+    verb: str, data: Path, tmp_path: Path
+) -> None:
     steps = {**SMALL["steps"], "single": "train expert $all/shard_0 --objective flow --steps 2"}
     told = refusal(plan_of, data, tmp_path, defaults={verb: "--ema-decay 0.5"}, steps=steps)
     assert told == f"defaults of {verb!r}: name the verb alone, as 'train expert'"
@@ -298,7 +315,10 @@ def test_a_file_of_settings_of_each_seed_comes_before_defaults(data: Path, tmp_p
         (tmp_path / f"mine_{seed}.yaml").write_text(f"steps: {8 + seed}\n")
     chosen = small(
         seeds=[0, 1],
-        steps={**SMALL["steps"], "single": f"train expert $all/shard_0 --config {tmp_path}/mine_$seed.yaml"},
+        steps={
+            **SMALL["steps"],
+            "single": f"train expert $all/shard_0 --config {tmp_path}/mine_$seed.yaml",
+        },
     )
     plans = [SeedPlan(chosen, seed, Work(tmp_path / "jobs"), LINES, data) for seed in (0, 1)]
     assert [plan.steps["single"].values["steps"] for plan in plans] == [8, 9]
@@ -319,14 +339,19 @@ def test_a_file_of_settings_of_defaults_comes_after_the_defaults_beside_it(
     }
     found = plan_of(data, tmp_path / "jobs", defaults=defaults, steps=steps).steps
     names = ("steps", "seed", "ema_decay")
-    values = {name: tuple(found[name].values[one] for one in names) for name in ("single", "other", "third")}
+    values = {
+        name: tuple(found[name].values[one] for one in names)
+        for name in ("single", "other", "third")
+    }
     assert values == {"single": (2, 7, 0.5), "other": (2, 7, 0.75), "third": (2, 0, 0.25)}
 
 
 # What decides no result may change between a kill and the next start.
 
 
-@pytest.mark.parametrize("moment", [("os.rename", "00000-00001.done"), None], ids=["killed", "not recorded"])
+@pytest.mark.parametrize(
+    "moment", [("os.rename", "00000-00001.done"), None], ids=["killed", "not recorded"]
+)
 def test_samples_of_another_device_are_no_hindrance(
     moment: tuple[str, str] | None, jobs: Path, data: Path
 ) -> None:
@@ -349,7 +374,9 @@ def _sample(words: list[str], moment: tuple[str, str] | None) -> None:
     run_words(words)
 
 
-def test_experts_of_all_shards_go_on_with_other_threads(jobs: Path, data: Path, tmp_path: Path) -> None:
+def test_experts_of_all_shards_go_on_with_other_threads(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
     line = "train all --shards $all --size tiny --objective flow --steps 2 --batch-size 8"
     of_threads = {}
     for threads in (1, 2):
@@ -366,7 +393,9 @@ def test_experts_of_all_shards_go_on_with_other_threads(jobs: Path, data: Path, 
 # 9. A command and a link in OUT that lead to another row's samples.
 
 
-def test_no_two_samples_have_one_folder_in_out(model: Path, jobs: Path, data: Path, tmp_path: Path) -> None:
+def test_no_two_samples_have_one_folder_in_out(
+    model: Path, jobs: Path, data: Path, tmp_path: Path
+) -> None:
     chosen = small(rows={"x": str(model), "X": f"{model} --seed 5"}, seeds=[0, 5])
     results = run_inline(chosen, tmp_path / "new", data, jobs=jobs)
     for one in results.scored:
@@ -385,14 +414,20 @@ def test_a_store_serves_a_file_in_which_a_step_has_another_name(
     run_inline(small(steps=steps, evaluate=evaluate), tmp_path / "new", data, jobs=jobs)
 
 
-def test_two_names_of_one_step_can_both_be_trained_on(jobs: Path, data: Path, tmp_path: Path) -> None:
+def test_two_names_of_one_step_can_both_be_trained_on(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
     again = {"again": SMALL["steps"]["all"], "other": "train expert $again/shard_0 --size tiny"}
     rows = {"single": "$single", "other": "$other"}
-    run_inline(small(steps={**again, **SMALL["steps"]}, rows=rows), tmp_path / "new", data, jobs=jobs)
+    run_inline(
+        small(steps={**again, **SMALL["steps"]}, rows=rows), tmp_path / "new", data, jobs=jobs
+    )
 
 
 def test_a_row_of_an_expert_within_a_step(jobs: Path, data: Path, tmp_path: Path) -> None:
-    chosen = small(steps={**SMALL["steps"], "both": "assemble $single"}, rows={"single": "$both/experts/0"})
+    chosen = small(
+        steps={**SMALL["steps"], "both": "assemble $single"}, rows={"single": "$both/experts/0"}
+    )
     run_inline(chosen, tmp_path / "new", data, jobs=jobs)
 
 

@@ -102,7 +102,12 @@ def _spell(options: Options, chance: random.Random, arguments: tuple[str, ...] =
 def _file(written: Written, chance: random.Random) -> BenchmarkFile:
     tables = {}
     for name, (rows, options, vary, product) in written.tables.items():
-        tables[name] = {"rows": rows, "sample": _spell(options, chance), "vary": vary, "product": product}
+        tables[name] = {
+            "rows": rows,
+            "sample": _spell(options, chance),
+            "vary": vary,
+            "product": product,
+        }
     content = {
         "name": "drawn",
         "defaults": {verb: _spell(options, chance) for verb, options in written.defaults.items()},
@@ -111,7 +116,8 @@ def _file(written: Written, chance: random.Random) -> BenchmarkFile:
             for name, step in written.steps.items()
         },
         "rows": {
-            name: f"{step.arguments[0]} {_spell(step.options, chance)}" for name, step in written.rows.items()
+            name: f"{step.arguments[0]} {_spell(step.options, chance)}"
+            for name, step in written.rows.items()
         },
         "tables": tables,
         "evaluate": {
@@ -130,7 +136,9 @@ def _rows(written: Written) -> Iterator[tuple[str, str, Options, Options]]:
     for title, (rows, sample, vary, product) in written.tables.items():
         changes: list[Options] = [{}]
         if product:
-            changes = [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+            changes = [
+                dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())
+            ]
         elif vary:
             changes = [{}] if len(vary) > 1 else []
             changes += [{key: value} for key, values in vary.items() for value in values]
@@ -139,7 +147,9 @@ def _rows(written: Written) -> Iterator[tuple[str, str, Options, Options]]:
             seen = []
             for change in changes:
                 is_ensemble = step.arguments[0].startswith("$both")
-                varied = {key: one for key, one in change.items() if is_ensemble or key != "strategy"}
+                varied = {
+                    key: one for key, one in change.items() if is_ensemble or key != "strategy"
+                }
                 if varied not in seen:
                     seen.append(varied)
                     options = {**written.defaults["sample"], **step.options, **sample, **varied}
@@ -157,10 +167,15 @@ class ByHand:
                 options = {"seed": str(written.seed), **options}
             self.run([*step.verb.split(), *step.arguments], options, folder / name)
         self.classifier = folder / "real.safetensors"
-        self.evaluate(data / "test", {"save-classifier": str(self.classifier), "features": "classifier"})
+        self.evaluate(
+            data / "test", {"save-classifier": str(self.classifier), "features": "classifier"}
+        )
 
     def run(self, words: list[str], options: Options, out: Path) -> None:
-        given = [*words, *(word for name, value in options.items() for word in (f"--{name}", value))]
+        given = [
+            *words,
+            *(word for name, value in options.items() for word in (f"--{name}", value)),
+        ]
         run_words([*map(self.place, given), "--out", str(out)])
 
     def place(self, word: str) -> str:
@@ -203,8 +218,12 @@ def _key(varied: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 20))])
-def test_each_row_of_a_random_file_is_what_its_commands_give_by_hand(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 20))]
+)
+def test_each_row_of_a_random_file_is_what_its_commands_give_by_hand(
+    number: int, tmp_path: Path
+) -> None:
     _check(number, write_sides(tmp_path / "data"), tmp_path)
 
 

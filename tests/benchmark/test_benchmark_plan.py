@@ -37,7 +37,9 @@ def _steps(data: Path, seed: int = 0, **changes: Any) -> dict[str, Step]:
 
 def test_a_step_is_a_command_line_with_defaults_seed_and_folders(data: Path) -> None:
     steps = _steps(data, 3)
-    assert steps["parts"].shown == f"hddm partition {data}/train --shards 2 --held-out 0.4 --out parts"
+    assert (
+        steps["parts"].shown == f"hddm partition {data}/train --shards 2 --held-out 0.4 --out parts"
+    )
     assert steps["single"].shown == (
         "hddm train expert all/shard_0 --objective flow --size tiny --steps 5 --optimizer adamw "
         "--batch-size 8 --learning-rate 3e-3 --ema-decay 0.9 --checkpoint-every 2 --threads 1 --seed 3 "
@@ -47,7 +49,11 @@ def test_a_step_is_a_command_line_with_defaults_seed_and_folders(data: Path) -> 
     assert command[:3] == ["assemble", f"{inputs}/flow-0", f"{inputs}/flow-1"]
     assert command[-1] == str(steps["flow"].path)
     assert steps["scores/mixed-1-1"].command()[-1] == f"{steps['scores/mixed-1-1'].path}.json"
-    assert {step.label for step in _plan(data).all} >= {"flow", "scores/real", "samples/single-model"}
+    assert {step.label for step in _plan(data).all} >= {
+        "flow",
+        "scores/real",
+        "samples/single-model",
+    }
 
 
 def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_path: Path) -> None:
@@ -55,7 +61,10 @@ def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_
     assert ours["parts"].identity == other_seed["parts"].identity
     assert ours["scores/real"].identity == other_seed["scores/real"].identity
     assert ours["flow"].identity != other_seed["flow"].identity
-    renamed = {**CONTENT["steps"], "flow-0": "train expert $parts/shard_0 --size tiny --objective flow"}
+    renamed = {
+        **CONTENT["steps"],
+        "flow-0": "train expert $parts/shard_0 --size tiny --objective flow",
+    }
     assert _steps(data, steps=renamed)["flow"].identity == ours["flow"].identity
     train = CONTENT["defaults"]["train expert"]
     for options, is_same in ((f"{train} --device cpu", True), (f"{train} --warmup 2", False)):
@@ -77,7 +86,9 @@ def test_rows_vary_one_option_after_the_other_or_all_together(data: Path) -> Non
     assert names() == [MIXED]
     assert names(vary={"strategy": ["draw", "full"]}) == ["draw", "full"]
     assert names(vary=both) == [MIXED, "euler", "heun", "2 steps", "4 steps"]
-    assert names(vary=both, product=True) == [f"{a}, {b} steps" for a in ("euler", "heun") for b in (2, 4)]
+    assert names(vary=both, product=True) == [
+        f"{a}, {b} steps" for a in ("euler", "heun") for b in (2, 4)
+    ]
     table = {"rows": [SINGLE, MIXED], "vary": {"strategy": ["draw", "full"]}}
     plan = _plan(data, tables={"models": table})
     # One network has no strategy to vary.
@@ -86,7 +97,9 @@ def test_rows_vary_one_option_after_the_other_or_all_together(data: Path) -> Non
     assert commands == [None, "draw", "full"]
 
 
-def test_options_of_a_table_come_before_those_of_a_row_and_these_before_defaults(data: Path) -> None:
+def test_options_of_a_table_come_before_those_of_a_row_and_these_before_defaults(
+    data: Path,
+) -> None:
     rows = {"one": "$mixed --num-images 30 --steps 3"}
     table = {"sample": "--steps 4 --seed 9", "vary": {"steps": [5]}}
     changes = {"rows": rows, "compare": {}, "budgets": {}, "tables": {"models": table}}
@@ -108,31 +121,49 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
     assert read_benchmark(str(path), {"steps": "9"}, "7-8,8,10").seeds == (7, 8, 10)
     assert "'8-7' is not a seed" in refusal(read_benchmark, str(path), {}, "8-7")
     assert read_benchmark(str(path), {"steps": "9"}).values["steps"] == "9"
-    assert "has no value 'stpes'; choose one of" in refusal(read_benchmark, str(path), {"stpes": "9"})
+    assert "has no value 'stpes'; choose one of" in refusal(
+        read_benchmark, str(path), {"stpes": "9"}
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rows": {SINGLE: "$single"}}, "there is no row"),
-        ({"evaluate": {"reference": "$all", "features": "classifier"}}, "evaluate.held_out: is required"),
+        (
+            {"evaluate": {"reference": "$all", "features": "classifier"}},
+            "evaluate.held_out: is required",
+        ),
         ({"confirmation_seeds": [0]}, "seed 0 is in both"),
         ({"values": {"all": 1}}, "'all' is both a step and a value"),
-        ({"steps": {**CONTENT["steps"], "ALL": "data digits"}}, "'all' and 'ALL' are one folder on some"),
+        (
+            {"steps": {**CONTENT["steps"], "ALL": "data digits"}},
+            "'all' and 'ALL' are one folder on some",
+        ),
         ({"steps": {**CONTENT["steps"], "Jobs": "data digits"}}, "'Jobs' is taken"),
         ({"steps": {**CONTENT["steps"], "SEED_1": "data digits"}}, "'SEED_1' is taken"),
         ({"tables": {}}, "tables"),
         ({"tables": {"models": {"vary": {"steps": []}}}}, "vary.steps"),
         (
-            {"tables": {"models": {"vary": {str(k): [*range(20)] for k in range(8)}, "product": True}}},
+            {
+                "tables": {
+                    "models": {"vary": {str(k): [*range(20)] for k in range(8)}, "product": True}
+                }
+            },
             "at most",
         ),
         ({"rows": {"a" * 300: "$flow"}}, "rows"),
         ({"seeds": "0-3000000000"}, "at most 1000 seeds"),
         ({"workers": 1_000_000_000}, "workers"),
         ({"evaluate": {**CONTENT["evaluate"], "domains": {"a=b": "columns"}}}, "has no ="),
-        ({"evaluate": {**CONTENT["evaluate"], "domains": {"a": "columns,,rows"}}}, "write its classes as"),
-        ({"evaluate": {**CONTENT["evaluate"], "domains": {"a": "rows", "b": "rows"}}}, "name it once"),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "domains": {"a": "columns,,rows"}}},
+            "write its classes as",
+        ),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "domains": {"a": "rows", "b": "rows"}}},
+            "name it once",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -153,7 +184,10 @@ def test_the_guide_names_all_names_that_are_taken() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"single": "train expert $whole/shard_0"}, "step 'single': $whole: no such step or value above"),
+        (
+            {"single": "train expert $whole/shard_0"},
+            "step 'single': $whole: no such step or value above",
+        ),
         ({"parts": "partition $data/train --shrads 2"}, "step 'parts': --shrads: no such option"),
         ({"part": "sample"}, "step 'part': SOURCE is required"),
         ({"part": " "}, "step 'part': hddm: needs a command"),
@@ -197,13 +231,31 @@ _ROWS_ALONE: dict[str, Any] = {"compare": {}, "budgets": {}, "tables": {"models"
         ({"defaults": {"sample": "--sede 3"}}, "defaults of sample: --sede: no such option"),
         ({"defaults": {"smaple": "--seed 3"}}, "defaults of smaple: smaple is not a command"),
         # The split that is not scored, as the one that is.
-        ({"evaluate": {**CONTENT["evaluate"], "held_out": "$al/held_out"}}, "evaluate: $al: no such step"),
-        ({"evaluate": {**CONTENT["evaluate"], "held_out": "nowhere"}}, "evaluate: nowhere: no such file"),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "held_out": "$al/held_out"}},
+            "evaluate: $al: no such step",
+        ),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "held_out": "nowhere"}},
+            "evaluate: nowhere: no such file",
+        ),
         ({"evaluate": {**CONTENT["evaluate"], "held_out": "$data/tset"}}, "tset: no such file"),
-        ({"evaluate": {**CONTENT["evaluate"], "held_out": "$all/../x"}}, "leads out of the step's folder"),
-        ({"evaluate": {**CONTENT["evaluate"], "held_out": "a b"}}, "held_out: 'a b' is no path of images"),
-        ({"evaluate": {**CONTENT["evaluate"], "held_out": " "}}, "held_out: ' ' is no path of images"),
-        ({"evaluate": {**CONTENT["evaluate"], "held_out": "'x"}}, 'evaluate: "\'x": a quote is not closed'),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "held_out": "$all/../x"}},
+            "leads out of the step's folder",
+        ),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "held_out": "a b"}},
+            "held_out: 'a b' is no path of images",
+        ),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "held_out": " "}},
+            "held_out: ' ' is no path of images",
+        ),
+        (
+            {"evaluate": {**CONTENT["evaluate"], "held_out": "'x"}},
+            'evaluate: "\'x": a quote is not closed',
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -216,7 +268,9 @@ def test_what_a_row_or_a_key_gets_wrong_is_told_before_anything_runs(
     assert message in refusal(check)
 
 
-def test_images_of_the_split_that_is_not_scored_may_be_those_of_a_seed(data: Path, tmp_path: Path) -> None:
+def test_images_of_the_split_that_is_not_scored_may_be_those_of_a_seed(
+    data: Path, tmp_path: Path
+) -> None:
     mine = Path(shutil.copytree(data, tmp_path / "data"))
     (mine / "test").rename(mine / "test_0")
     chosen = file(evaluate={**CONTENT["evaluate"], "held_out": "$data/test_$seed"}, seeds=[0, 1])
@@ -232,7 +286,9 @@ def test_data_of_the_split_that_is_not_scored_is_told() -> None:
         "single": "train expert $parts/shard_0 --objective flow --steps 2",
     }
     evaluate = {"reference": "$parts", "validation": "more", "held_out": "$data/test"}
-    chosen = file(steps=steps, rows={"a": "$single"}, evaluate=evaluate, defaults={}, same={}, **_ROWS_ALONE)
+    chosen = file(
+        steps=steps, rows={"a": "$single"}, evaluate=evaluate, defaults={}, same={}, **_ROWS_ALONE
+    )
     plan = SeedPlan(chosen, 0, Work(Path("jobs")), LINES, None)
     assert refusal(plan.check) == "evaluate: $data: is the folder of your images; name it by `data`"
 
@@ -385,7 +441,9 @@ def test_a_file_of_settings_is_the_options_that_it_says(data: Path, tmp_path: Pa
     assert _identity(data, by_file) == _identity(data, by_option)
     step = _steps(data, steps={**CONTENT["steps"], "x": by_file})["x"]
     assert step.sources == [config]
-    assert "$x.yaml: is read before" in refusal(_identity, data, by_file.replace(str(config), "$x.yaml"))
+    assert "$x.yaml: is read before" in refusal(
+        _identity, data, by_file.replace(str(config), "$x.yaml")
+    )
 
 
 def test_shares_belong_to_the_content_of_experts_of_one_name(
@@ -398,11 +456,15 @@ def test_shares_belong_to_the_content_of_experts_of_one_name(
             (tmp_path / place / name / "x" / "expert.json").write_text(content)
         monkeypatch.chdir(tmp_path / place)
         experts = "one/x two/x" if place == "here" else "two/x one/x"
-        identities.append(_identity(data, f"assemble {experts} --share one/x=0.9 --share two/x=0.1"))
+        identities.append(
+            _identity(data, f"assemble {experts} --share one/x=0.9 --share two/x=0.1")
+        )
     assert identities[0] != identities[1]
 
 
-def test_a_folder_that_is_linked_twice_is_the_same_wherever_it_lies(data: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_linked_twice_is_the_same_wherever_it_lies(
+    data: Path, tmp_path: Path
+) -> None:
     identities = []
     for place, names in (("one", "abc"), ("two", "cba")):
         images = tmp_path / place / "train"
@@ -415,7 +477,9 @@ def test_a_folder_that_is_linked_twice_is_the_same_wherever_it_lies(data: Path, 
 
 
 def test_without_a_folder_of_images_data_is_told(data: Path) -> None:
-    assert "is the folder of your images" in refusal(SeedPlan, file(), 0, Work(Path("jobs")), LINES, None)
+    assert "is the folder of your images" in refusal(
+        SeedPlan, file(), 0, Work(Path("jobs")), LINES, None
+    )
 
 
 def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path) -> None:
@@ -425,7 +489,9 @@ def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path)
     assert (row.model.name, row.model.upstream) == (str(flow_expert), [row.model])
 
 
-def test_a_finished_model_may_be_that_of_a_seed(data: Path, flow_expert: Path, tmp_path: Path) -> None:
+def test_a_finished_model_may_be_that_of_a_seed(
+    data: Path, flow_expert: Path, tmp_path: Path
+) -> None:
     shutil.copytree(flow_expert, tmp_path / "model_3")
     table = {"models": {"vary": {"strategy": ["draw", "full"]}}}
     rows = {"theirs": f"{tmp_path}/model_$seed"}
@@ -439,10 +505,15 @@ def test_a_finished_model_may_be_that_of_a_seed(data: Path, flow_expert: Path, t
     "name",
     [
         one if one in ("quickstart", "grow-cifar10") else pytest.param(one, marks=pytest.mark.slow)
-        for one in [*preset_names(), *map(str, Path(__file__).parents[2].glob("benchmarks/*/*.yaml"))]
+        for one in [
+            *preset_names(),
+            *map(str, Path(__file__).parents[2].glob("benchmarks/*/*.yaml")),
+        ]
     ],
 )
-def test_presets_are_command_lines_that_can_be_run(name: str, tmp_path: Path, hddm: Command) -> None:
+def test_presets_are_command_lines_that_can_be_run(
+    name: str, tmp_path: Path, hddm: Command
+) -> None:
     for folder in ("train", "test"):
         (tmp_path / folder).mkdir()
     code, out, err = hddm("benchmark", name, "--data", tmp_path, "--dry-run")

@@ -49,7 +49,9 @@ def test_verdicts_over_seeds_are_said_in_a_sentence_and_a_column(three: Results)
     assert f"- {sentences[0]}" in text
 
 
-def test_too_few_seeds_few_images_and_one_set_of_weights_have_no_verdict(miniature: Finished) -> None:
+def test_too_few_seeds_few_images_and_one_set_of_weights_have_no_verdict(
+    miniature: Finished,
+) -> None:
     def whys(*seeds: Any, **options: Any) -> list[str | None]:
         two = {name: values[:2] for name, values in THREE.items()}
         results = more_seeds(miniature.results, *(seeds or (two,)), **options)
@@ -68,19 +70,32 @@ def test_too_few_seeds_few_images_and_one_set_of_weights_have_no_verdict(miniatu
 @pytest.mark.parametrize(
     ("lacking", "why"),
     [
-        ("recognised", "a classifier recognises too few of its samples (recognised 0.40, real images 0.90)"),
-        ("precision", "too few of its samples look like real images (precision 0.40, real images 0.90)"),
-        ("recall", "its samples look like too few of the real images (recall 0.40, real images 0.90)"),
+        (
+            "recognised",
+            "a classifier recognises too few of its samples (recognised 0.40, real images 0.90)",
+        ),
+        (
+            "precision",
+            "too few of its samples look like real images (precision 0.40, real images 0.90)",
+        ),
+        (
+            "recall",
+            "its samples look like too few of the real images (recall 0.40, real images 0.90)",
+        ),
     ],
 )
-def test_a_model_that_did_not_learn_is_shown_and_not_compared(lacking: str, why: str, three: Results) -> None:
+def test_a_model_that_did_not_learn_is_shown_and_not_compared(
+    lacking: str, why: str, three: Results
+) -> None:
     scored = []
     for one in three.scored:
         figures = {name: 0.5 for name in ("recognised", "precision", "recall")}
         if one.of == FLOW:
             figures[lacking] = 0.4
         recognised = Recognised(share=figures["recognised"], real=0.9)
-        overlap = PrecisionRecall(precision=figures["precision"], recall=figures["recall"], images=40)
+        overlap = PrecisionRecall(
+            precision=figures["precision"], recall=figures["recall"], images=40
+        )
         real = PrecisionRecall(precision=0.9, recall=0.9, images=40)
         (split,) = one.evaluation.splits
         splits = (split.model_copy(update={"overlap": overlap, "real_overlap": real}),)
@@ -91,13 +106,19 @@ def test_a_model_that_did_not_learn_is_shown_and_not_compared(lacking: str, why:
     assert results.answers[1].verdict.why == f"{FLOW}: did not learn, since {why}"
 
 
-def test_the_page_needs_no_other_file_and_names_are_no_html(miniature: Finished, tmp_path: Path) -> None:
+def test_the_page_needs_no_other_file_and_names_are_no_html(
+    miniature: Finished, tmp_path: Path
+) -> None:
     page = (miniature.out / REPORT_FILE).read_text()
     assert set(re.findall(r'(?:src|href)="([a-z]+:)', page)) == {"data:"}
     assert page.count('<section class="strip">') == 3
     assert all(step.command.replace("&", "&amp;") in page for step in miniature.results.steps)
-    scored = tuple(one.model_copy(update={"row": f"<b>{one.row}"}) for one in miniature.results.scored)
-    write_report(tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()}))
+    scored = tuple(
+        one.model_copy(update={"row": f"<b>{one.row}"}) for one in miniature.results.scored
+    )
+    write_report(
+        tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()})
+    )
     assert "<b>single" not in (tmp_path / REPORT_FILE).read_text()
 
 
@@ -105,7 +126,9 @@ def test_real_images_in_a_folder_with_a_space_in_its_name_are_shown(
     miniature: Finished, tmp_path: Path
 ) -> None:
     photos = write_images(tmp_path / "my photos")
-    command = shlex.join(["hddm", "evaluate", str(photos), "--reference", "all", "--out", "scores/real.json"])
+    command = shlex.join(
+        ["hddm", "evaluate", str(photos), "--reference", "all", "--out", "scores/real.json"]
+    )
     steps = tuple(
         step.model_copy(update={"command": command}) if step.name == "scores/real" else step
         for step in miniature.results.steps
@@ -115,8 +138,15 @@ def test_real_images_in_a_folder_with_a_space_in_its_name_are_shown(
     assert (tmp_path / REPORT_FILE).read_text(encoding="utf-8").count("data:image/png") == 1
 
 
-def test_a_partition_is_scored_on_the_images_that_it_holds_out(miniature: Finished, tmp_path: Path) -> None:
-    measured = {"reference": "$all", "held_out": "$all", "features": "classifier", "options": "--allow-few"}
+def test_a_partition_is_scored_on_the_images_that_it_holds_out(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    measured = {
+        "reference": "$all",
+        "held_out": "$all",
+        "features": "classifier",
+        "options": "--allow-few",
+    }
     results = again(
         miniature, tmp_path / "out", file(evaluate=measured, tables={"models": {"rows": [SINGLE]}})
     )
@@ -142,13 +172,17 @@ def test_of_a_partition_those_that_it_holds_out_are_shown_as_real_images(
     assert sheet("all") == sheet("all/held_out/shard_0") != sheet("all/shard_0")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome"
+)
 def test_a_column_of_the_page_sorts_up_down_and_back(miniature: Finished, tmp_path: Path) -> None:
     table = "document.querySelectorAll('.sortable')[0]"
     head = f"{table}.tHead.rows[0].cells[1]"
 
     def numbers() -> list[float]:
-        texts = browser.evaluate(f"[...{table}.tBodies[0].rows].map(row => row.cells[1].textContent)")
+        texts = browser.evaluate(
+            f"[...{table}.tBodies[0].rows].map(row => row.cells[1].textContent)"
+        )
         return [float(text.split(" ")[0]) for text in texts]
 
     with Browser(tmp_path) as browser:
@@ -164,15 +198,21 @@ def test_a_column_of_the_page_sorts_up_down_and_back(miniature: Finished, tmp_pa
             assert browser.evaluate(f"{head}.getAttribute('aria-sort')") == said
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome"
+)
 def test_a_table_fits_a_window_by_wrapping_names_and_else_shows_that_it_goes_on(
     miniature: Finished, tmp_path: Path
 ) -> None:
     scored = tuple(
-        one.model_copy(update={"row": f"{one.row}, in a name that says all that there is to say of it"})
+        one.model_copy(
+            update={"row": f"{one.row}, in a name that says all that there is to say of it"}
+        )
         for one in miniature.results.scored
     )
-    write_report(tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()}))
+    write_report(
+        tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()})
+    )
     beyond = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))"
     style = "getComputedStyle(document.querySelector('.scroll'))"
     profile = tmp_path / "profile"
@@ -184,7 +224,9 @@ def test_a_table_fits_a_window_by_wrapping_names_and_else_shows_that_it_goes_on(
         assert browser.evaluate(beyond) > 0
         assert browser.evaluate(f"{style}.overflowX") == "auto"
         # Shadows stay at the edges, and what covers them moves with the table.
-        assert browser.evaluate(f"{style}.backgroundAttachment").startswith("local, local, scroll, scroll")
+        assert browser.evaluate(f"{style}.backgroundAttachment").startswith(
+            "local, local, scroll, scroll"
+        )
 
 
 def test_a_table_by_domain_is_followed_by_why_a_model_has_other_figures_in_an_ensemble(

@@ -27,7 +27,11 @@ def test_added_text_leaves_outputs_the_same_bits(modulation: str) -> None:
     network = ExpertTransformer(**config)
     network.load_state_dict(weights)
     noise = torch.Generator().manual_seed(1)
-    x, labels, text = torch.randn(5, 4, 8, 8, generator=noise), torch.arange(5), torch.ones(5, 6, 12)
+    x, labels, text = (
+        torch.randn(5, 4, 8, 8, generator=noise),
+        torch.arange(5),
+        torch.ones(5, 6, 12),
+    )
     with torch.no_grad():
         assert torch.equal(network(x, TIMES, labels, text), source(x, TIMES, labels))
     first, second = (network.layers[i].cross_attn.in_proj_weight for i in range(2))

@@ -54,7 +54,12 @@ def test_stable_diffusion(ours: str, theirs: str, index: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("t", [0.0137, 0.5, 0.77777, 1.0])
 def test_flux(t: float, tmp_path: Path) -> None:
-    sizes = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 6, 6)}
+    sizes = {
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "axes_dims_rope": (4, 6, 6),
+    }
     heads = {"attention_head_dim": 16, "num_attention_heads": 2, "guidance_embeds": True}
     wide = {"joint_attention_dim": 32, "pooled_projection_dim": 16}
     network = randomised(FluxTransformer2DModel(**sizes, **heads, **wide))
@@ -62,7 +67,8 @@ def test_flux(t: float, tmp_path: Path) -> None:
     hddm.convert(source, tmp_path / "expert", sample_size=8)
     field, denoiser = hddm.load(tmp_path / "expert"), FluxDenoiser(network, COMMON)
     x, text, pooled = (
-        _numbers(*shape, seed=seed).float() for seed, shape in enumerate([(2, 4, 8, 8), (2, 7, 32), (2, 16)])
+        _numbers(*shape, seed=seed).float()
+        for seed, shape in enumerate([(2, 4, 8, 8), (2, 7, 32), (2, 16)])
     )
     times = torch.full((2,), t)
     with torch.no_grad():

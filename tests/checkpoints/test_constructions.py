@@ -70,7 +70,9 @@ def test_a_conversion_builds_the_sources_network_and_the_written_one_once_each(
     )
 
 
-def test_a_conversion_without_its_check_builds_one_network(built: list[ModelMixin], tmp_path: Path) -> None:
+def test_a_conversion_without_its_check_builds_one_network(
+    built: list[ModelMixin], tmp_path: Path
+) -> None:
     source = _of_unet(tmp_path / "source")
     built.clear()
     hddm.convert(source, tmp_path / "out", verify=False)

@@ -28,7 +28,9 @@ def test_the_naive_conversion_is_the_same_x_at_the_same_t() -> None:
 
     field = SameTimeField(network, COSINE.schedule, "epsilon", 1000.0)
     eps = 0.3 * X + _wide(TIMES)
-    torch.testing.assert_close(field.velocity(X, TIMES), (eps - X) / _wide(1 - TIMES), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        field.velocity(X, TIMES), (eps - X) / _wide(1 - TIMES), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(seen[0], X)
     torch.testing.assert_close(seen[1], 1000 * TIMES)
     assert torch.equal(field.velocity(X, torch.ones(5)), X)

@@ -56,7 +56,9 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
     assert f"layout: {layout}" in converted(hddm, source, expert, *options)
     truth = load_file(source / "reference.safetensors")
     field = library.load(expert)
-    given = {name: truth[name] for name in ("class_labels", "encoder_hidden_states") if name in truth}
+    given = {
+        name: truth[name] for name in ("class_labels", "encoder_hidden_states") if name in truth
+    }
     difference = field.velocity(truth["x_t"], truth["t"], **given) - truth["velocity"]
     assert difference.abs().max() <= 1e-4 * truth["velocity"].std()
     assert hddm("assemble", expert, "--out", tmp_path / "ensemble")[0] == 0
@@ -72,7 +74,9 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
     assert contents(tmp_path / "again")[WEIGHTS] == contents(expert)[WEIGHTS]
     if layout.startswith("diffusers"):
         before, after = (facts_of(tmp_path / name) for name in ("expert", "again"))
-        assert all(before[key] == after[key] for key in ("schedule", "prediction_type", "conditions"))
+        assert all(
+            before[key] == after[key] for key in ("schedule", "prediction_type", "conditions")
+        )
 
 
 @pytest.mark.integration
@@ -96,7 +100,9 @@ def test_a_pipeline_comes_back_out_of_an_ensemble_whole(hddm: Command, tmp_path:
     back = written_back(hddm, one, tmp_path / "back", "diffusers-unet2d-condition")
     again = StableDiffusionPipeline.from_pretrained(back)
     given = {"prompt": "a cat", "num_inference_steps": 2, "output_type": "np"}
-    images = [each(**given, generator=torch.Generator().manual_seed(0)).images for each in (pipe, again)]
+    images = [
+        each(**given, generator=torch.Generator().manual_seed(0)).images for each in (pipe, again)
+    ]
     assert np.array_equal(*images)
 
 
@@ -128,7 +134,11 @@ def test_fractions_of_timesteps_reach_networks_in_half_precision(
         t = schedule.sigma(time) / (schedule.alpha(time) + schedule.sigma(time))
         norm = torch.hypot(1 - t, t).float()
         velocity = field.velocity(x * norm, t, **conditions_of(make()))
-        assert (velocity.dtype, velocity.shape, fed[-1][0].dtype) == (x.dtype, x.shape, torch.float32)
+        assert (velocity.dtype, velocity.shape, fed[-1][0].dtype) == (
+            x.dtype,
+            x.shape,
+            torch.float32,
+        )
         assert abs(fed[-1][0].item() - wanted) < 1e-2
     assert fed[0][1].shape[1] == channels
     assert not torch.equal(fed[0][1], fed[1][1])
@@ -183,7 +193,10 @@ def test_the_record_of_a_source_survives_a_second_conversion_and_the_way_back(
     found = facts_of(tmp_path / "second")["source"]
     assert (found["layout"], found["before"]) == ("hddm", origin)
     back = written_back(hddm, tmp_path / "second", tmp_path / "back", "diffusers-dit")
-    assert sampling.items() <= json.loads((back / "scheduler" / "scheduler_config.json").read_text()).items()
+    assert (
+        sampling.items()
+        <= json.loads((back / "scheduler" / "scheduler_config.json").read_text()).items()
+    )
     assert "cannot hold the" in refused(hddm, first, "--to-layout", "facebook-dit", "--dry-run")
     assert "convert it first" in refused(hddm, source, "--to-layout", "diffusers-dit")
     # Indices of the file's schedule, fed at the time scale of a continuous one, would be off 1,000-fold.
@@ -218,7 +231,10 @@ def _dit_expert(
 
 def test_a_checkpoint_for_a_part_of_t_is_said_to_be_one(hddm: Command, tmp_path: Path) -> None:
     """As the high-noise model of a pair, whose files do not say it."""
-    source, expert = pipeline(tmp_path / "unet", plain_unet(1), DDPMScheduler()), tmp_path / "expert"
+    source, expert = (
+        pipeline(tmp_path / "unet", plain_unet(1), DDPMScheduler()),
+        tmp_path / "expert",
+    )
     text = converted(hddm, source, expert, "--noise-range", "0.875:1")
     assert "noise range: t = 0.875 … 1 alone\n" in text
     assert facts_of(expert)["noise_range"] == [0.875, 1.0]
@@ -245,7 +261,9 @@ def test_weights_go_back_only_where_they_mean_the_same(hddm: Command, tmp_path: 
         assert said in refused(hddm, expert, "--to-layout", "facebook-dit")
 
 
-def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tmp_path: Path) -> None:
+def test_weights_that_follow_the_rule_of_a_layout_may_go_there(
+    hddm: Command, tmp_path: Path
+) -> None:
     expert = _dit_expert(tmp_path / "expert")
     file = written_back(hddm, expert, tmp_path / "out", "facebook-dit") / BACK
     converted(hddm, file, tmp_path / "again", "--num-heads", 2)
@@ -253,12 +271,16 @@ def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tm
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_a_dit_in_half_precision_is_converted_and_stays_in_it(hddm: Command, tmp_path: Path) -> None:
+def test_a_dit_in_half_precision_is_converted_and_stays_in_it(
+    hddm: Command, tmp_path: Path
+) -> None:
     expert = _dit_expert(tmp_path / "expert")
     file = written_back(hddm, expert, tmp_path / "file", "facebook-dit") / BACK
     save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file)
     converted(hddm, file, tmp_path / "half", "--num-heads", 2)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / WEIGHTS).values()} == {torch.float16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / WEIGHTS).values()} == {
+        torch.float16
+    }
     velocity = library.load(tmp_path / "half").velocity(torch.randn(2, 2, 8, 8), torch.tensor(0.5))
     assert velocity.isfinite().all()
 
@@ -286,4 +308,7 @@ def test_short_schedules_pass_the_check(kind: str, steps: int, tmp_path: Path) -
     for rescaled in (False, True):
         schedule = from_diffusers({**config, "rescale_betas_zero_snr": rescaled})
         expert = _dit_expert(tmp_path / f"{rescaled}", schedule, kind)
-        assert convert.write(plan_conversion(expert, Conversion()), tmp_path / f"out-{rescaled}") is not None
+        assert (
+            convert.write(plan_conversion(expert, Conversion()), tmp_path / f"out-{rescaled}")
+            is not None
+        )

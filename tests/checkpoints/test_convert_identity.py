@@ -46,7 +46,9 @@ def _converted(hddm: Command, source: Path, *options: object) -> tuple[dict[str,
 
 
 @pytest.mark.integration
-def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command, tmp_path: Path) -> None:
+def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = _text_pipeline(tmp_path / "sd", scaling_factor=0.13, shift_factor=0.1)
     facts, text = _converted(hddm, source)
     vae, encoder = vae_facts(source / "vae"), text_encoder_facts(source / "text_encoder", 6)
@@ -58,7 +60,9 @@ def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command,
     shown = json.loads(hddm("inspect", tmp_path / "sd-expert", "--json")[1])
     again, _ = _converted(hddm, tmp_path / "sd-expert")
     edit_json(source / "model_index.json", _class_name="MyPipeline")
-    assert "not recorded, since MyPipeline is no class whose" in converted(hddm, source, tmp_path / "mine")
+    assert "not recorded, since MyPipeline is no class whose" in converted(
+        hddm, source, tmp_path / "mine"
+    )
     for found in (facts, shown, again):
         assert (found["vae"], found["text_encoder"]) == (vae.model_dump(), encoder.model_dump())
 
@@ -77,7 +81,9 @@ def test_a_variant_has_the_identity_of_the_plain_files(hddm: Command, tmp_path: 
 
 
 @pytest.mark.integration
-def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(hddm: Command, tmp_path: Path) -> None:
+def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = _text_pipeline(tmp_path / "sd", scaling_factor=0.5)
     (source / "vae" / FILE).unlink()
     facts, text = _converted(hddm, source)
@@ -100,15 +106,24 @@ def test_an_expert_takes_the_text_encoder_beside_which_it_was_converted_and_no_o
     write_clip(tmp_path / "other", tokens=6, seed=1)
 
     def assembled(components: Path) -> tuple[int, str, str]:
-        parts = ("--text-encoder", components / "text_encoder", "--tokenizer", components / "tokenizer")
-        return hddm("assemble", tmp_path / "sd-expert", "--out", out, "--vae", source / "vae", *parts)
+        parts = (
+            "--text-encoder",
+            components / "text_encoder",
+            "--tokenizer",
+            components / "tokenizer",
+        )
+        return hddm(
+            "assemble", tmp_path / "sd-expert", "--out", out, "--vae", source / "vae", *parts
+        )
 
     code, _, error = assembled(tmp_path / "other")
     assert (code, str(tmp_path / "other" / "text_encoder") in error) == (1, True)
     assert assembled(source)[0] == 0
     pipe = HDDMPipeline.from_pretrained(out)
     empty = load_file(tmp_path / "sd-expert" / NULL_FILE)["encoder_hidden_states"]
-    assert torch.allclose(embed(pipe.text_encoder, pipe.tokenizer, [""]).tokens[0], empty, atol=1e-6)
+    assert torch.allclose(
+        embed(pipe.text_encoder, pipe.tokenizer, [""]).tokens[0], empty, atol=1e-6
+    )
 
 
 def test_an_index_that_names_no_class_is_said_to_name_none(hddm: Command, tmp_path: Path) -> None:
@@ -121,7 +136,9 @@ def test_an_index_that_names_no_class_is_said_to_name_none(hddm: Command, tmp_pa
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder"])
-def test_a_part_outside_the_pipeline_is_refused_tokens(part: str, hddm: Command, tmp_path: Path) -> None:
+def test_a_part_outside_the_pipeline_is_refused_tokens(
+    part: str, hddm: Command, tmp_path: Path
+) -> None:
     source = _text_pipeline(tmp_path / "sd")
     (source / part).rename(tmp_path / "outside")
     os.symlink(tmp_path / "outside", source / part)
@@ -146,17 +163,33 @@ def _quantised(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "reason"),
     [
-        (lambda vae: edit_json(vae / "config.json", latents_mean=[0.0] * 4), "AutoencoderKL", "each channel"),
-        (lambda vae: edit_json(vae / "config.json", _class_name="VQModel"), "VQModel", "holds a VQModel"),
+        (
+            lambda vae: edit_json(vae / "config.json", latents_mean=[0.0] * 4),
+            "AutoencoderKL",
+            "each channel",
+        ),
+        (
+            lambda vae: edit_json(vae / "config.json", _class_name="VQModel"),
+            "VQModel",
+            "holds a VQModel",
+        ),
         (_quantised, "AutoencoderKL", "holds quantised weights"),
-        (lambda vae: edit_json(vae / "config.json", new_key=1), "AutoencoderKL", "no key 'new_key'"),
+        (
+            lambda vae: edit_json(vae / "config.json", new_key=1),
+            "AutoencoderKL",
+            "no key 'new_key'",
+        ),
     ],
     ids=["per channel", "another class", "quantised", "newer config"],
 )
 def test_a_vae_that_cannot_be_read_is_recorded_and_another_one_is_refused(
     change: Callable[[Path], object], kind: str, reason: str, tmp_path: Path
 ) -> None:
-    source, expert, out = _text_pipeline(tmp_path / "sd"), tmp_path / "expert", tmp_path / "ensemble"
+    source, expert, out = (
+        _text_pipeline(tmp_path / "sd"),
+        tmp_path / "expert",
+        tmp_path / "ensemble",
+    )
     change(source / "vae")
     write(plan_conversion(source, Conversion()), expert, check=False)
     unread = facts_of(expert)["unread_vae"]
@@ -189,7 +222,9 @@ def test_the_same_vae_is_taken_once_it_can_be_read(tmp_path: Path) -> None:
     assert vae_facts(tmp_path / "out" / "vae") == vae_facts(tmp_path / "own")
 
 
-def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_read(tmp_path: Path) -> None:
+def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_read(
+    tmp_path: Path,
+) -> None:
     source, expert = _text_pipeline(tmp_path / "sd"), tmp_path / "expert"
     edit_json(source / "vae" / "config.json", _class_name="VQModel")
     write(plan_conversion(source, Conversion()), expert, check=False)

@@ -18,7 +18,11 @@ from tests.transformer_files import dit_file, dit_network
 
 WEIGHTS = "diffusion_pytorch_model"
 MODEL = f"transformer/{WEIGHTS}.safetensors"
-CONFIG, SCHEDULER, PIPELINE = "transformer/config.json", "scheduler/scheduler_config.json", "model_index.json"
+CONFIG, SCHEDULER, PIPELINE = (
+    "transformer/config.json",
+    "scheduler/scheduler_config.json",
+    "model_index.json",
+)
 BIAS = "proj_out_1.bias"
 
 
@@ -72,19 +76,27 @@ def test_weights_that_are_damaged(
     assert said in refused(hddm, source)
 
 
-def test_every_tensor_missing_and_left_over_is_named(hddm: Command, tmp_path: Path, whole: Path) -> None:
+def test_every_tensor_missing_and_left_over_is_named(
+    hddm: Command, tmp_path: Path, whole: Path
+) -> None:
     source = copied(whole, tmp_path)
     gone = [f"transformer_blocks.{n}.attn1.to_{letter}.weight" for n in (0, 1) for letter in "qkv"]
     more = {f"extra.{n}": torch.zeros(n + 1, 2) for n in range(5)}
     weights = load_file(source / MODEL)
-    save_file({name: one for name, one in weights.items() if name not in gone} | more, source / MODEL)
+    save_file(
+        {name: one for name, one in weights.items() if name not in gone} | more, source / MODEL
+    )
     error = refused(hddm, source)
     assert all(f"missing {name}" in error for name in gone)
     assert all(f"left over {name} {tuple(tensor.shape)}" in error for name, tensor in more.items())
 
 
-@pytest.mark.parametrize("name", [MODEL, CONFIG, SCHEDULER, PIPELINE, "transformer", "scheduler", "vae"])
-def test_links_that_lead_out_of_the_folder(hddm: Command, tmp_path: Path, whole: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [MODEL, CONFIG, SCHEDULER, PIPELINE, "transformer", "scheduler", "vae"]
+)
+def test_links_that_lead_out_of_the_folder(
+    hddm: Command, tmp_path: Path, whole: Path, name: str
+) -> None:
     source = copied(whole, tmp_path)
     (source / "vae").mkdir()
     (source / "vae" / "config.json").write_text("{}")
@@ -101,7 +113,9 @@ def test_two_words_on_what_is_predicted(hddm: Command, tmp_path: Path, whole: Pa
     for scheduler in (DDIMScheduler(prediction_type="sample"), FlowMatchEulerDiscreteScheduler()):
         scheduler.save_pretrained(tmp_path / "other")
         file = tmp_path / "other" / "scheduler_config.json"
-        assert "contradicts" in refused(hddm, source, "--schedule", file, "--prediction-type", "epsilon")
+        assert "contradicts" in refused(
+            hddm, source, "--schedule", file, "--prediction-type", "epsilon"
+        )
 
 
 def test_a_header_that_contradicts_the_scheduler_beside_it(
@@ -110,7 +124,10 @@ def test_a_header_that_contradicts_the_scheduler_beside_it(
     source = copied(whole, tmp_path)
     save_file(load_file(source / MODEL), source / MODEL, {"modelspec.prediction_type": "v"})
     error = refused(hddm, source)
-    assert "scheduler_config.json says epsilon, which contradicts modelspec.prediction_type in the" in error
+    assert (
+        "scheduler_config.json says epsilon, which contradicts modelspec.prediction_type in the"
+        in error
+    )
     assert "which says v_prediction; pass --prediction-type with what is true" in error
     text = converted(hddm, source, tmp_path / "out", "--prediction-type", "epsilon")
     assert "note: epsilon as you say, although modelspec.prediction_type in the header of" in text
@@ -135,8 +152,12 @@ def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pipelines_that_are_spoiled_at_random_are_converted_or_refused_in_one_line(tmp_path: Path) -> None:
-    found = attack_reading(tmp_path, tmp_path / "kept", 0, lambda number: number < 130, only="checkpoint")
+def test_pipelines_that_are_spoiled_at_random_are_converted_or_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    found = attack_reading(
+        tmp_path, tmp_path / "kept", 0, lambda number: number < 130, only="checkpoint"
+    )
     assert not found.surprises, found
     assert 40 < found.refused.total() < found.tried.total() == 130
 
@@ -156,13 +177,29 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     (UNET, {"transformer_layers_per_block": [[10**9], 1]}, ""),
     (UNET, {"attention_head_dim": 0}, ""),
     (UNET, {"encoder_hid_dim_type": "image_proj"}, ""),
-    (PIPELINE, {"transformer": ["evil.module", "DiTTransformer2DModel"]}, "not a class of diffusers"),
+    (
+        PIPELINE,
+        {"transformer": ["evil.module", "DiTTransformer2DModel"]},
+        "not a class of diffusers",
+    ),
     (PIPELINE, {"vae": ["evil", "AutoencoderKL"]}, "not a class of diffusers"),
     (PIPELINE, {"unet": ["diffusers", "UNet2DModel"]}, "needs one of"),
     (PIPELINE, {"transformer": None, "unet": ["diffusers", "UNet2DModel"]}, "no unet/ beside it"),
-    (PIPELINE, {"vae": ["diffusers", "AutoencoderKL"]}, "no vae/ beside it (found scheduler, transformer)"),
-    (PIPELINE, {"_class_name": "CogVideoXPipeline"}, "CogVideoXPipeline makes videos; hddm makes pictures"),
-    (PIPELINE, {"_class_name": "FluxKontextPipeline"}, "FluxKontextPipeline changes a given picture; hddm"),
+    (
+        PIPELINE,
+        {"vae": ["diffusers", "AutoencoderKL"]},
+        "no vae/ beside it (found scheduler, transformer)",
+    ),
+    (
+        PIPELINE,
+        {"_class_name": "CogVideoXPipeline"},
+        "CogVideoXPipeline makes videos; hddm makes pictures",
+    ),
+    (
+        PIPELINE,
+        {"_class_name": "FluxKontextPipeline"},
+        "FluxKontextPipeline changes a given picture; hddm",
+    ),
     (SCHEDULER, {"num_train_timesteps": 10**12}, "num_train_timesteps"),
     (SCHEDULER, {"beta_schedul": "linear"}, "did you mean 'beta_schedule'"),
     (SCHEDULER, {"_class_name": "evil.Scheduler"}, "evil.Scheduler"),
@@ -173,7 +210,13 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("file", "changes", "said"), CHANGES, ids=lambda value: str(value)[:40])
 def test_configs_that_lie_or_ask_for_code(
-    hddm: Command, tmp_path: Path, whole: Path, text: Path, file: str, changes: dict[str, Any], said: str
+    hddm: Command,
+    tmp_path: Path,
+    whole: Path,
+    text: Path,
+    file: str,
+    changes: dict[str, Any],
+    said: str,
 ) -> None:
     source = copied(text if file == UNET else whole, tmp_path)
     edit_json(source / file, **changes)

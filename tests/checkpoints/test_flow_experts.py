@@ -128,7 +128,9 @@ def test_the_velocity_of_an_expert_is_its_networks_output(made: Converted, hddm:
     assert not _is_close(field.velocity(X, TIMES, **other), wanted, 1e-3)
     if made.kind == "flux":
         wide = torch.randn(2, 4, 6, 12)
-        assert _is_close(field.velocity(wide, TIMES, **given), velocity_by_hand(network, wide, TIMES, given))
+        assert _is_close(
+            field.velocity(wide, TIMES, **given), velocity_by_hand(network, wide, TIMES, given)
+        )
     else:
         source = made.expert.with_name("source")
         assert "says sample_size 8; drop the option" in refused(hddm, source, "--sample-size", 4)
@@ -136,7 +138,9 @@ def test_the_velocity_of_an_expert_is_its_networks_output(made: Converted, hddm:
 
 def test_samples_follow_the_networks_own_ode(made: Converted) -> None:
     given = text(made.network)
-    samples = library.sample(library.load(made.expert), 2, steps=2, shift=1.0, solver="euler", **given)
+    samples = library.sample(
+        library.load(made.expert), 2, steps=2, shift=1.0, solver="euler", **given
+    )
     x = library.running.Seeded(0).initial(range(2), (4, SIDE, SIDE))
     for t in (1.0, 0.5):
         x = x - 0.5 * velocity_by_hand(made.network, x, torch.full((2,), t), given)
@@ -144,7 +148,9 @@ def test_samples_follow_the_networks_own_ode(made: Converted) -> None:
 
 
 @pytest.mark.integration
-def test_an_expert_goes_back_to_diffusers_bit_for_bit(made: Converted, hddm: Command, tmp_path: Path) -> None:
+def test_an_expert_goes_back_to_diffusers_bit_for_bit(
+    made: Converted, hddm: Command, tmp_path: Path
+) -> None:
     network, back = made.network, tmp_path / "back"
     assert "use_karras_sigmas is True; the sampler's time grid" in made.said
     written_back(hddm, made.expert, back, f"diffusers-{made.kind}")
@@ -175,11 +181,15 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         velocity = library.load(tmp_path / "expert", dtype=dtype).velocity(X, TIMES, **given)
         assert velocity.dtype == torch.float32
         network = stored.to(dtype)
-        its = {name: value if name == "guidance" else value.to(dtype) for name, value in given.items()}
+        its = {
+            name: value if name == "guidance" else value.to(dtype) for name, value in given.items()
+        }
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
 
 
-def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp_path: Path) -> None:
+def test_flux_asks_for_the_size_that_its_config_does_not_hold(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = flow_pipeline(tmp_path / "source", flux())
     assert "FluxTransformer2DModel has no sample_size: pass --sample-size" in refused(hddm, source)
     assert "sample_shape: none" in hddm("inspect", source)[1]
@@ -215,10 +225,14 @@ HOSTILE: list[tuple[str, str, dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("flow")
-    return {name: flow_pipeline(folder / name, make()) for name, make in (("sd3", sd3), ("flux", flux))}
+    return {
+        name: flow_pipeline(folder / name, make()) for name, make in (("sd3", sd3), ("flux", flux))
+    }
 
 
-@pytest.mark.parametrize(("name", "file", "changes", "said"), HOSTILE, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("name", "file", "changes", "said"), HOSTILE, ids=lambda value: str(value)[:40]
+)
 def test_configs_that_no_conversion_can_trust(
     hddm: Command,
     tmp_path: Path,
@@ -293,7 +307,9 @@ def test_the_time_grid_of_samples_is_the_pipelines(
     assert (note in said) == ("use_dynamic_shifting" in settings)
 
 
-def test_flux_dev_at_1024_pixels_has_the_shift_that_is_known_of_it(hddm: Command, tmp_path: Path) -> None:
+def test_flux_dev_at_1024_pixels_has_the_shift_that_is_known_of_it(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = flow_pipeline(tmp_path / "source", flux(), **DYNAMIC)
     assert "at 1024×1024" in (said := refused(hddm, source, "--sample-size", 1024))
     assert "pass another --sample-size (in latents: 128 for pictures of 1024 pixels)" in said
@@ -307,10 +323,16 @@ def test_the_patches_of_sd3_are_those_of_its_config(hddm: Command, tmp_path: Pat
 
 
 @pytest.mark.integration
-def test_a_shift_is_kept_where_scheduler_and_network_give_one(hddm: Command, tmp_path: Path) -> None:
+def test_a_shift_is_kept_where_scheduler_and_network_give_one(
+    hddm: Command, tmp_path: Path
+) -> None:
     flow_sigmas = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 5.0}
     for source, shift, note in (
-        (flow_pipeline(tmp_path / "unet", plain_unet(), **DYNAMIC), 1, "a UNet has none; no shift is kept"),
+        (
+            flow_pipeline(tmp_path / "unet", plain_unet(), **DYNAMIC),
+            1,
+            "a UNet has none; no shift is kept",
+        ),
         (pipeline(tmp_path / "unipc", sd3(), UniPCMultistepScheduler(**flow_sigmas)), 5, ""),
         (pipeline(tmp_path / "ddpm", dit()), 1, ""),
     ):

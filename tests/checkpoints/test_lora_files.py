@@ -104,7 +104,9 @@ def _outputs(*networks: ModelMixin) -> list[Tensor]:
 def _check(kind: str, path: Path, base: Path, out: Path) -> None:
     """Compare the expert's network with that of diffusers, and both with the base's."""
     convert_lora(path, base, out)
-    found, plain, expected = _outputs(open_expert(out).read().network, NETWORKS[kind](), _fused(kind, path))
+    found, plain, expected = _outputs(
+        open_expert(out).read().network, NETWORKS[kind](), _fused(kind, path)
+    )
     size = expected.abs().max()
     assert (found - expected).abs().max() <= 1e-6
     assert (plain - expected).abs().max() > 0.01 * size
@@ -126,8 +128,12 @@ def _peft_file(kind: str, folder: Path, patterns: bool = False, stated: bool = T
         layers += ["conv_in", "conv1", "time_emb_proj", "proj_in", "conv"]
     elif patterns:
         patterned = {"rank_pattern": {"0.attn.to_q": 2}}
-    patterned["alpha_pattern"] = {name: 3.0 + at for at, name in enumerate(patterned["rank_pattern"])}
-    config = peft.LoraConfig(r=4, lora_alpha=2, target_modules=layers, **(patterned if patterns else {}))
+    patterned["alpha_pattern"] = {
+        name: 3.0 + at for at, name in enumerate(patterned["rank_pattern"])
+    }
+    config = peft.LoraConfig(
+        r=4, lora_alpha=2, target_modules=layers, **(patterned if patterns else {})
+    )
     network.add_adapter(config)
     noise = torch.Generator().manual_seed(1)
     for name, parameter in network.named_parameters():
@@ -135,15 +141,23 @@ def _peft_file(kind: str, folder: Path, patterns: bool = False, stated: bool = T
             parameter.data.normal_(std=0.1, generator=noise)
     part = "unet" if kind in ("unet", "xl") else "transformer"
     state = peft.get_peft_model_state_dict(network)
-    save = {"unet": StableDiffusionPipeline, "xl": StableDiffusionXLPipeline, "sd3": StableDiffusion3Pipeline}
+    save = {
+        "unet": StableDiffusionPipeline,
+        "xl": StableDiffusionXLPipeline,
+        "sd3": StableDiffusion3Pipeline,
+    }
     metadata = _collate_lora_metadata({part: network}) if stated else {}
-    save.get(kind, FluxPipeline).save_lora_weights(folder, **{f"{part}_lora_layers": state}, **metadata)
+    save.get(kind, FluxPipeline).save_lora_weights(
+        folder, **{f"{part}_lora_layers": state}, **metadata
+    )
     return folder / "pytorch_lora_weights.safetensors"
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["unet", "xl"])
-def test_kohyas_file_is_what_diffusers_makes_of_it(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_kohyas_file_is_what_diffusers_makes_of_it(
+    kind: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
     network = NETWORKS[kind]()
     # kohya trains SDXL under the names of latent diffusion.
     content = kohya(network, ranks=(3, 5), named=_ldm_name(network) if kind == "xl" else None)
@@ -162,7 +176,9 @@ def test_factors_in_half_precision_stay_as_they_are(bases: dict[str, Path], tmp_
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("kind", "stated"), [("unet", True), ("unet", False), ("sd3", True), ("flux", True)])
+@pytest.mark.parametrize(
+    ("kind", "stated"), [("unet", True), ("unet", False), ("sd3", True), ("flux", True)]
+)
 def test_diffusers_file_is_what_it_makes_of_it(
     kind: str, stated: bool, bases: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -182,7 +198,10 @@ def test_every_layer_has_its_own_rank_and_alpha(bases: dict[str, Path], tmp_path
     merged, changed = open_expert(tmp_path / "out").read().network, 0
     after = merged.state_dict()
     for name, weight in text_unet().state_dict().items():
-        stem, expected = f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}", weight.double()
+        stem, expected = (
+            f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}",
+            weight.double(),
+        )
         if f"{stem}.lora_down.weight" in content:
             down, up = (content[f"{stem}.lora_{part}.weight"].double() for part in ("down", "up"))
             alpha = content.get(f"{stem}.alpha", torch.tensor(float(len(down))))
@@ -251,7 +270,11 @@ def _again(content: Files) -> Files:
     ],
 )  # fmt: skip
 def test_what_is_no_lora_of_the_base_is_refused(
-    change: Callable[[Files], object], said: str, bases: dict[str, Path], tmp_path: Path, hddm: Command
+    change: Callable[[Files], object],
+    said: str,
+    bases: dict[str, Path],
+    tmp_path: Path,
+    hddm: Command,
 ) -> None:
     content = kohya(text_unet())
     change(content)
@@ -271,18 +294,24 @@ def test_names_of_diffusers_scripts_are_called_so(
     name: str, bases: dict[str, Path], tmp_path: Path, hddm: Command
 ) -> None:
     save_file(
-        {name: torch.ones(2, 32), name.replace("down", "up"): torch.ones(32, 2)}, tmp_path / "a.safetensors"
+        {name: torch.ones(2, 32), name.replace("down", "up"): torch.ones(32, 2)},
+        tmp_path / "a.safetensors",
     )
     error = refused(hddm, tmp_path / "a.safetensors", "--base", bases["unet"])
     assert "has names of diffusers' training scripts or of an older tool" in error
-    assert "which hddm does not read yet; merge it into its base with diffusers or the tool" in error
+    assert (
+        "which hddm does not read yet; merge it into its base with diffusers or the tool" in error
+    )
     assert "is a LoRA, which changes another network" in refused(hddm, tmp_path / "a.safetensors")
 
 
 def test_a_prefix_before_all_names_is_no_other_base(
     bases: dict[str, Path], tmp_path: Path, hddm: Command
 ) -> None:
-    content = {name.replace("lora_unet_", "lora_unet_unet_"): one for name, one in kohya(text_unet()).items()}
+    content = {
+        name.replace("lora_unet_", "lora_unet_unet_"): one
+        for name, one in kohya(text_unet()).items()
+    }
     save_file(content, tmp_path / "lora.safetensors")
     error = refused(hddm, tmp_path / "lora.safetensors", "--base", bases["unet"])
     assert "its names have 'unet_' before those of the UNet2DConditionModel" in error
@@ -306,8 +335,14 @@ def test_the_header_of_a_lora_file_says_its_licence_and_what_it_was_trained_on(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"lora_alpha": 2, "use_rslora": True}, "use_rslora is True, a variant of LoRA that is not read"),
-        ({"lora_alpha": 2, "alpha_pattern": {"conv.*": 1}}, "alpha_pattern 'conv.*' ends the name of no l"),
+        (
+            {"lora_alpha": 2, "use_rslora": True},
+            "use_rslora is True, a variant of LoRA that is not read",
+        ),
+        (
+            {"lora_alpha": 2, "alpha_pattern": {"conv.*": 1}},
+            "alpha_pattern 'conv.*' ends the name of no l",
+        ),
         ({"lora_alpha": "two"}, "is two, not a positive number"),
     ],
 )
@@ -318,7 +353,9 @@ def test_metadata_that_means_something_else_is_refused(
         "unet.conv_in.lora_A.weight": torch.ones(4, 4, 3, 3),
         "unet.conv_in.lora_B.weight": torch.ones(32, 4, 1, 1),
     }
-    metadata = {"lora_adapter_metadata": json.dumps({f"unet.{key}": value for key, value in config.items()})}
+    metadata = {
+        "lora_adapter_metadata": json.dumps({f"unet.{key}": value for key, value in config.items()})
+    }
     save_file(content, tmp_path / "lora.safetensors", metadata)
     assert said in refused(hddm, tmp_path / "lora.safetensors", "--base", bases["unet"])
 
@@ -337,4 +374,6 @@ def test_a_base_is_needed_that_is_an_expert_with_weights_of_its_own(
     assert not (tmp_path / "out").exists()
     convert_lora(path, base, tmp_path / "adapter")
     error = refused(hddm, path, "--base", tmp_path / "adapter")
-    assert "holds no diffusion_pytorch_model.safetensors that could be adapted; name its base" in error
+    assert (
+        "holds no diffusion_pytorch_model.safetensors that could be adapted; name its base" in error
+    )

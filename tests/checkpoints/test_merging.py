@@ -44,7 +44,9 @@ def _velocity(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"), [([0.2, 0.3, 0.5], "0.2,0.3,0.5"), ([1 / 3] * 3, None)], ids=["given", "equal"]
+    ("weights", "said"),
+    [([0.2, 0.3, 0.5], "0.2,0.3,0.5"), ([1 / 3] * 3, None)],
+    ids=["given", "equal"],
 )
 def test_weights_are_averaged_in_float64_and_rounded_once(
     weights: list[float], said: str | None, make: Make, tmp_path: Path, hddm: Command
@@ -54,7 +56,10 @@ def test_weights_are_averaged_in_float64_and_rounded_once(
     code, out, error = hddm("merge", *parts, "--out", tmp_path / "out", *options)
     assert (code, error) == (0, "")
     assert f"{tmp_path / 'out'}: merged of 3 experts" in out
-    content, found = [load_file(part / WEIGHTS) for part in parts], load_file(tmp_path / "out" / WEIGHTS)
+    content, found = (
+        [load_file(part / WEIGHTS) for part in parts],
+        load_file(tmp_path / "out" / WEIGHTS),
+    )
     assert found.keys() == content[0].keys()
     for name, tensor in found.items():
         stacked = torch.stack([one[name].double() for one in content])
@@ -92,7 +97,10 @@ def test_an_expert_merged_with_itself_stays_itself(
 
 @pytest.mark.parametrize(
     ("dtypes", "wanted"),
-    [((torch.bfloat16, torch.bfloat16), torch.bfloat16), ((torch.float16, torch.float32), torch.float32)],
+    [
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+        ((torch.float16, torch.float32), torch.float32),
+    ],
     ids=str,
 )
 def test_the_dtype_is_that_of_the_parts(
@@ -106,7 +114,9 @@ def test_the_dtype_is_that_of_the_parts(
         assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(wanted))
 
 
-def test_adapters_of_one_base_become_its_weights_plus_their_mean_change(make: Make, tmp_path: Path) -> None:
+def test_adapters_of_one_base_become_its_weights_plus_their_mean_change(
+    make: Make, tmp_path: Path
+) -> None:
     base = make("base", 0)
     adapters = [write_adapter(base, tmp_path / f"adapter{seed}", seed=seed) for seed in (1, 2)]
     merge_experts([*adapters, base], tmp_path / "out", (0.5, 0.25, 0.25))
@@ -124,7 +134,11 @@ def test_adapters_of_one_base_become_its_weights_plus_their_mean_change(make: Ma
 
 
 def test_the_record_says_of_what_it_is_made(make: Make, tmp_path: Path) -> None:
-    facts = [{"licence": "mit", "shift": 2.0}, {"licence": "cc-by-4.0", "shift": 2.0}, {"shift": 2.0}]
+    facts = [
+        {"licence": "mit", "shift": 2.0},
+        {"licence": "cc-by-4.0", "shift": 2.0},
+        {"shift": 2.0},
+    ]
     parts = [make(f"part{k}", k, facts=one) for k, one in enumerate(facts)]
     # As a training leaves it, whose average has no place for it.
     shutil.copyfile(parts[1] / WEIGHTS, parts[1] / WEAK_FILE)
@@ -152,7 +166,9 @@ def test_all_verbs_take_a_soup_of_one_shard(
     assert not (out / CALIBRATION).exists()
     assert hddm("calibrate", out, "--data", shard)[0] == 0
     assert hddm("verify", out)[0] == 0
-    assert hddm("sample", out, "--out", tmp_path / "images", "--num-images", 1, "--steps", 2)[0] == 0
+    assert (
+        hddm("sample", out, "--out", tmp_path / "images", "--num-images", 1, "--steps", 2)[0] == 0
+    )
     assert hddm("assemble", out, flow_expert, "--out", tmp_path / "ensemble")[0] == 0
     train = ("--objective", "ddpm", "--steps", 1, "--device", "cpu")
     assert hddm("train", "expert", shard, "--init", out, "--out", tmp_path / "on", *train)[0] == 0
@@ -160,7 +176,10 @@ def test_all_verbs_take_a_soup_of_one_shard(
 
 
 def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Command) -> None:
-    one, two = make("one", 0), make("two", 1, depth=2, facts={"time_scale": 1.0, "latent_scale": 2.0})
+    one, two = (
+        make("one", 0),
+        make("two", 1, depth=2, facts={"time_scale": 1.0, "latent_scale": 2.0}),
+    )
     trained, far = make("trained", 2), make("far", 3, in_channels=4, num_classes=3)
     edit_json(trained / "expert.json", training_calibration=True)
     before = contents(tmp_path)
@@ -169,7 +188,11 @@ def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Co
     told = dict(line.strip().split(": ", 1) for line in error.splitlines())
     assert told["hddm"] == "these experts cannot be merged, and nothing was written:"
     assert set(told) == {"hddm", str(two), str(trained), str(far)}
-    for text in ("latent_scale 2.0, not 1.0", "depth of its network 2, not 1", "time_scale 1.0, not 1000.0"):
+    for text in (
+        "latent_scale 2.0, not 1.0",
+        "depth of its network 2, not 1",
+        "time_scale 1.0, not 1000.0",
+    ):
         assert text in told[str(two)]
     assert "was trained together with its calibration" in told[str(trained)]
     for text in ("sample_shape (4, 4, 4), not (3, 4, 4)", "num_classes of its network 3, not None"):
@@ -181,9 +204,13 @@ def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Co
 def test_another_network_or_prediction_is_told(
     make: Make, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
-    write(plan_conversion(pipeline(tmp_path / "source", text_unet()), Conversion()), tmp_path / "unet")
+    write(
+        plan_conversion(pipeline(tmp_path / "source", text_unet()), Conversion()), tmp_path / "unet"
+    )
     out, networks = tmp_path / "out", [make("one", 0), tmp_path / "unet"]
-    assert "network UNet2DConditionModel, not ExpertTransformer" in refusal(merge_experts, networks, out)
+    assert "network UNet2DConditionModel, not ExpertTransformer" in refusal(
+        merge_experts, networks, out
+    )
     told = refusal(merge_experts, [ddpm_expert, flow_expert], out)
     assert "prediction_type sample, not epsilon" in told
     assert not (tmp_path / "out").exists()
@@ -193,7 +220,9 @@ def test_another_network_or_prediction_is_told(
 def test_weights_must_be_one_an_expert_and_sum_to_1(
     weights: tuple[float, ...], make: Make, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"`weights` \S+: give 2 numbers of 0 or more that sum to 1"):
+    with pytest.raises(
+        UsageError, match=r"`weights` \S+: give 2 numbers of 0 or more that sum to 1"
+    ):
         merge_experts([make("one", 0), make("two", 1)], tmp_path / "out", weights)
 
 

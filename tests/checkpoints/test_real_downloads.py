@@ -42,7 +42,9 @@ from tests.transformer_files import pixart_file
 SD = DDPMScheduler(**SD_BETAS).betas
 
 
-def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(hddm: Command, tmp_path: Path) -> None:
+def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(
+    hddm: Command, tmp_path: Path
+) -> None:
     network = text_unet()
     source = pipeline(tmp_path / "sd", network, PNDMScheduler(**SD_BETAS, skip_prk_steps=True))
     scheduler = source / "scheduler" / "scheduler_config.json"
@@ -59,8 +61,12 @@ def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(hddm: Command
         requires_safety_checker=True,
     )
     (source / "vae").mkdir()
-    (source / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL", "latent_channels": 4}')
-    assert "no text_encoder/, tokenizer/ beside it (found scheduler, unet, vae)" in refused(hddm, source)
+    (source / "vae" / "config.json").write_text(
+        '{"_class_name": "AutoencoderKL", "latent_channels": 4}'
+    )
+    assert "no text_encoder/, tokenizer/ beside it (found scheduler, unet, vae)" in refused(
+        hddm, source
+    )
     text = converted(hddm, source / "unet", tmp_path / "expert")
     assert "no prediction_type, so PNDMScheduler's default epsilon" in text
     assert "AutoencoderKL's default 0.18215" in text
@@ -69,7 +75,11 @@ def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(hddm: Command
 
 
 SIZES = {"use_additional_conditions": True, "attention_head_dim": 12, "cross_attention_dim": 24}
-POOLED = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "use_linear_projection": True}
+POOLED = {
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "use_linear_projection": True,
+}
 POOLED |= {"projection_class_embeddings_input_dim": 48 + 10, "transformer_layers_per_block": [1, 2]}
 
 
@@ -92,12 +102,20 @@ def test_an_expert_means_what_its_pipeline_says(
     check_velocity(tmp_path / "expert", network, betas, scheduler.config.prediction_type)
 
 
-OLD = {"_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "attention_type": "default"}
+OLD = {
+    "_class_name": "Transformer2DModel",
+    "_diffusers_version": "0.12.0.dev0",
+    "attention_type": "default",
+}
 OLD |= dict.fromkeys(("cross_attention_dim", "num_vector_embeds"))
-OLD |= dict.fromkeys(("double_self_attention", "only_cross_attention", "use_linear_projection"), False)
+OLD |= dict.fromkeys(
+    ("double_self_attention", "only_cross_attention", "use_linear_projection"), False
+)
 
 
-@pytest.mark.parametrize(("make", "scheduler"), [(dit, DDIMScheduler), (pixart, DPMSolverMultistepScheduler)])
+@pytest.mark.parametrize(
+    ("make", "scheduler"), [(dit, DDIMScheduler), (pixart, DPMSolverMultistepScheduler)]
+)
 def test_transformers_under_their_former_class(
     hddm: Command, tmp_path: Path, make: Callable[[], ModelMixin], scheduler: Callable[[], Any]
 ) -> None:
@@ -129,7 +147,9 @@ def test_a_snapshot_of_the_hub_cache(hddm: Command, tmp_path: Path, sharded: boo
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
-def test_the_denoiser_alone_beside_its_pipeline_and_without_one(hddm: Command, tmp_path: Path) -> None:
+def test_the_denoiser_alone_beside_its_pipeline_and_without_one(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = pipeline(tmp_path / "dit", dit(), DDIMScheduler(prediction_type="v_prediction"))
     alone, file = tmp_path / "alone", source / "scheduler" / "scheduler_config.json"
     shutil.copytree(source / "transformer", alone)
@@ -149,8 +169,14 @@ def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Pa
     (source / "README.md").write_bytes(card.replace("\n", "\r\n").encode())
     assert "licence: openrail++" in converted(hddm, source, tmp_path / "other")
     assert facts_of(tmp_path / "other")["licence"] == "openrail++"
-    named = {"license: x\nlicense_name: own": "own", "license: mit # y": "mit", "license: [a, b]": "a AND b"}
-    none = dict.fromkeys(("license:\ntags:\n- a", "license: [mit, 3]", "license: a: b"), IMAGENET_LICENCE)
+    named = {
+        "license: x\nlicense_name: own": "own",
+        "license: mit # y": "mit",
+        "license: [a, b]": "a AND b",
+    }
+    none = dict.fromkeys(
+        ("license:\ntags:\n- a", "license: [mit, 3]", "license: a: b"), IMAGENET_LICENCE
+    )
     for k, (front, licence) in enumerate((named | none).items()):
         (source / "README.md").write_text(f"---\n{front}\n---\n")
         converted(hddm, source, tmp_path / str(k))
@@ -174,7 +200,9 @@ def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
         if config is not None:
             (source / name).mkdir()
             (source / name / "config.json").write_text(json.dumps(config))
-        assert said in converted(hddm, source / "unet", tmp_path / "expert", "--overwrite", "--no-verify")
+        assert said in converted(
+            hddm, source / "unet", tmp_path / "expert", "--overwrite", "--no-verify"
+        )
         facts = facts_of(tmp_path / "expert")
         assert (facts["space"], facts["latent_scale"]) == ("latents", scale)
         shutil.rmtree(source)
@@ -190,9 +218,13 @@ def test_a_side_that_is_stated_is_not_contradicted(hddm: Command, tmp_path: Path
     check_velocity(tmp_path / "expert", dit(), DDPM_BETAS)
 
 
-def test_a_scheduler_of_another_family_than_its_pipeline_says(hddm: Command, tmp_path: Path) -> None:
+def test_a_scheduler_of_another_family_than_its_pipeline_says(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = pipeline(tmp_path / "dit", dit(), DDIMScheduler())
-    edit_json(source / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
+    edit_json(
+        source / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    )
     for path in (source, source / "transformer"):
         error = refused(hddm, path, out=tmp_path / "out")
         assert "is a DDIMScheduler" in error
@@ -227,7 +259,9 @@ def test_half_precision_alone_needs_its_variant_and_is_kept_whole_or_in_shards_o
 ) -> None:
     network = rounded(dit(), dtype)
     size = "1GB" if index is None else "10KB"
-    source = pipeline(tmp_path / "dit", copy.deepcopy(network).to(dtype), variant="fp16", max_shard_size=size)
+    source = pipeline(
+        tmp_path / "dit", copy.deepcopy(network).to(dtype), variant="fp16", max_shard_size=size
+    )
     for found in (source / "transformer").glob("*.index*.json"):
         found.rename(found.with_name(str(index)))
     assert "--variant fp16" in refused(hddm, source)
@@ -249,7 +283,9 @@ def test_a_copy_without_averaging_beside_the_averaged_one(hddm: Command, tmp_pat
         check_velocity(tmp_path / name, network, DDPM_BETAS)
 
 
-def test_an_old_unconditional_model_with_former_names_at_the_root(hddm: Command, tmp_path: Path) -> None:
+def test_an_old_unconditional_model_with_former_names_at_the_root(
+    hddm: Command, tmp_path: Path
+) -> None:
     network = plain_unet()
     source = pipeline(tmp_path / "ddpm", network, DDPMScheduler())
     for path in [*(source / "unet").iterdir(), *(source / "scheduler").iterdir()]:
@@ -257,7 +293,12 @@ def test_an_old_unconditional_model_with_former_names_at_the_root(hddm: Command,
     (source / "unet").rmdir()
     (source / "scheduler").rmdir()
     weights = load_file(source / f"{WEIGHTS}.safetensors")
-    former = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+    former = {
+        ".to_q.": ".query.",
+        ".to_k.": ".key.",
+        ".to_v.": ".value.",
+        ".to_out.0.": ".proj_attn.",
+    }
     for new, old in former.items():
         weights = {name.replace(new, old): tensor for name, tensor in weights.items()}
     assert any("proj_attn" in name for name in weights)
@@ -273,7 +314,9 @@ def test_an_old_unconditional_model_with_former_names_at_the_root(hddm: Command,
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
-def test_a_table_of_positions_that_an_old_file_holds_is_computed_anew(hddm: Command, tmp_path: Path) -> None:
+def test_a_table_of_positions_that_an_old_file_holds_is_computed_anew(
+    hddm: Command, tmp_path: Path
+) -> None:
     network = dit()
     source = pipeline(tmp_path / "dit", network)
     path = source / "transformer" / f"{WEIGHTS}.safetensors"
@@ -284,7 +327,9 @@ def test_a_table_of_positions_that_an_old_file_holds_is_computed_anew(hddm: Comm
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
-def test_pixart_of_more_than_the_size_that_is_compared_converts(hddm: Command, tmp_path: Path) -> None:
+def test_pixart_of_more_than_the_size_that_is_compared_converts(
+    hddm: Command, tmp_path: Path
+) -> None:
     """Its own network has the positions of its one size."""
     save_file(pixart_file(pixart(sample_size=32)), tmp_path / "large.safetensors")
     converted(hddm, tmp_path / "large.safetensors", tmp_path / "out", "--num-heads", 2)

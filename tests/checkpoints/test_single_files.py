@@ -48,14 +48,18 @@ def _ldm(seed: int) -> dict[str, Tensor]:
 
 
 def _check_back(hddm: Command, expert: Path, layout: str, expected: dict[str, Tensor]) -> None:
-    found = load_file(written_back(hddm, expert, expert.parent / "back", layout) / "checkpoint.safetensors")
+    found = load_file(
+        written_back(hddm, expert, expert.parent / "back", layout) / "checkpoint.safetensors"
+    )
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("changes", "kind"), [({}, "epsilon"), (SD2, "v_prediction")], ids=["1", "2"])
+@pytest.mark.parametrize(
+    ("changes", "kind"), [({}, "epsilon"), (SD2, "v_prediction")], ids=["1", "2"]
+)
 def test_stable_diffusion_in_one_file_and_back(
     hddm: Command, tmp_path: Path, changes: dict[str, Any], kind: str
 ) -> None:
@@ -67,17 +71,26 @@ def test_stable_diffusion_in_one_file_and_back(
     assert "2 tensors of its VAE and text encoder are left alone" in text
     check_velocity(tmp_path / "expert", network, SD, kind)
     others = ("first_stage_model.", "cond_stage_model.")
-    kept = {name: tensor for name, tensor in load_file(source).items() if not name.startswith(others)}
+    kept = {
+        name: tensor for name, tensor in load_file(source).items() if not name.startswith(others)
+    }
     assert "betas" in kept
-    code, said, _ = hddm("convert", tmp_path / "expert", "--out", tmp_path / "b", "--to-layout", "ldm")
+    code, said, _ = hddm(
+        "convert", tmp_path / "expert", "--out", tmp_path / "b", "--to-layout", "ldm"
+    )
     assert code == 0
-    assert "note: the file holds the network alone, without a whole file's VAE and text encoder" in said
+    assert (
+        "note: the file holds the network alone, without a whole file's VAE and text encoder"
+        in said
+    )
     _check_back(hddm, tmp_path / "expert", "ldm", kept)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("pickled", [False, True])
-def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Path, pickled: bool) -> None:
+def test_averaged_copies_in_a_stable_diffusion_file(
+    hddm: Command, tmp_path: Path, pickled: bool
+) -> None:
     content, options = ldm_file(text_unet(0), text_unet(1)), (*EPSILON, *SIDE, *HEADS)
     if pickled:
         source, chosen, own = tmp_path / "sd.ckpt", "ema", ("--allow-pickle",)
@@ -91,7 +104,9 @@ def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Pat
 
 
 @pytest.mark.integration
-def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(hddm: Command, tmp_path: Path) -> None:
+def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(
+    hddm: Command, tmp_path: Path
+) -> None:
     network = rounded(text_unet(**XL), torch.float16)
     source, options = tmp_path / "xl.safetensors", (*SIDE, "--num-heads", 2)
     content = ldm_unet(copy.deepcopy(network).half())
@@ -121,7 +136,9 @@ def _opened(content: dict[str, Any], folder: Path, weights: str | None = None) -
 
 
 def _is_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[k], v) for k, v in expected.items())
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[k], v) for k, v in expected.items()
+    )
 
 
 @pytest.mark.integration
@@ -174,7 +191,9 @@ def test_averages_without_names_are_never_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapping", ["bare", "prefixed", "published"])
-def test_a_file_with_one_set_does_not_say_which_it_is(hddm: Command, tmp_path: Path, wrapping: str) -> None:
+def test_a_file_with_one_set_does_not_say_which_it_is(
+    hddm: Command, tmp_path: Path, wrapping: str
+) -> None:
     network, options = dit_network(), ["--num-heads", 4]
     content, source = dit_file(network), tmp_path / "dit.safetensors"
     if wrapping == "prefixed":
@@ -189,7 +208,10 @@ def test_a_file_with_one_set_does_not_say_which_it_is(hddm: Command, tmp_path: P
     assert ("prefix: 'model.module._orig_mod.'" in text) == (wrapping == "prefixed")
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
     facts = facts_of(tmp_path / "expert")
-    assert (facts["weights"], facts["schedule_source"]) == ("unstated", "the code of layout facebook-dit")
+    assert (facts["weights"], facts["schedule_source"]) == (
+        "unstated",
+        "the code of layout facebook-dit",
+    )
     _check_back(hddm, tmp_path / "expert", "facebook-dit", content)
     assert "--weights raw" in refused(hddm, source, "--weights", "raw", *options)
 
@@ -203,13 +225,17 @@ def test_pixarts_own_file_without_positions_and_back(hddm: Command, tmp_path: Pa
     converted(hddm, source, tmp_path / "expert", *options, *SIDE)
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
     field = library.load(tmp_path / "expert")
-    assert torch.equal(field.null_conditions["encoder_hidden_states"], content["y_embedder.y_embedding"])
+    assert torch.equal(
+        field.null_conditions["encoder_hidden_states"], content["y_embedder.y_embedding"]
+    )
     _check_back(hddm, tmp_path / "expert", "pixart-original", content)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("half", [False, True])
-def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path, half: bool) -> None:
+def test_pixarts_own_file_with_sizes_as_conditions(
+    hddm: Command, tmp_path: Path, half: bool
+) -> None:
     dtype = torch.float16 if half else torch.float32
     network = pixart(use_additional_conditions=True, attention_head_dim=12, cross_attention_dim=24)
     rounded(network, dtype)
@@ -221,10 +247,17 @@ def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path
     _check_back(hddm, tmp_path / "expert", "pixart-original", content)
 
 
-DEEP = {**XL, "block_out_channels": (32, 64, 64), "layers_per_block": 2, "attention_head_dim": [1, 2, 4]}
+DEEP = {
+    **XL,
+    "block_out_channels": (32, 64, 64),
+    "layers_per_block": 2,
+    "attention_head_dim": [1, 2, 4],
+}
 
 
-@pytest.mark.parametrize("changes", [{}, {"sample_size": 10}, DEEP], ids=["plain", "odd sides", "xl"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sample_size": 10}, DEEP], ids=["plain", "odd sides", "xl"]
+)
 @torch.no_grad()
 def test_the_network_written_out_is_diffusers_own(changes: dict[str, Any]) -> None:
     network = text_unet(**changes)
@@ -261,7 +294,9 @@ def test_heads_that_no_tensor_tells_are_asked_for(hddm: Command, tmp_path: Path)
     error = refused(hddm, tmp_path / "sd.safetensors", *EPSILON, *SIDE)
     assert "--num-heads, the same number at every level" in error
     assert "--num-heads 5" in refused(hddm, tmp_path / "sd.safetensors", *EPSILON, "--num-heads", 5)
-    converted(hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *EPSILON, *SIDE, "--num-heads", 4)
+    converted(
+        hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *EPSILON, *SIDE, "--num-heads", 4
+    )
     check_velocity(tmp_path / "expert", network, DDPMScheduler(**SD_BETAS).betas)
 
 
@@ -273,13 +308,19 @@ def test_heads_are_known_of_published_networks_alone() -> None:
         (sd[:3], 2048, True, [5, 10, 20]),
     ):
         assert ldm.unet_heads(widths, context, is_linear, None, "a") == heads
-    for widths, context, is_linear in ((sd, 1024, False), (sd, 1280, False), ([384, 768, 1536], 1280, True)):
+    for widths, context, is_linear in (
+        (sd, 1024, False),
+        (sd, 1280, False),
+        ([384, 768, 1536], 1280, True),
+    ):
         with pytest.raises(Unstated):
             ldm.unet_heads(widths, context, is_linear, None, "a")
 
 
 @pytest.mark.parametrize("is_rescaled", [False, True])
-def test_a_marker_of_zero_terminal_snr_is_followed(hddm: Command, tmp_path: Path, is_rescaled: bool) -> None:
+def test_a_marker_of_zero_terminal_snr_is_followed(
+    hddm: Command, tmp_path: Path, is_rescaled: bool
+) -> None:
     network = text_unet(attention_head_dim=8)
     betas = DDPMScheduler(**SD_BETAS, rescale_betas_zero_snr=True).betas
     content = ldm_file(network) | {"ztsnr": torch.zeros(0), "v_pred": torch.zeros(0)}
@@ -304,7 +345,10 @@ def test_a_schedule_that_keeps_signal_is_refused_for_a_network_trained_down_to_n
         scheduler.save_pretrained(file.parent)
         error = refused(hddm, source, *SIDE, *HEADS, "--schedule", file)
         assert f"trained down to zero signal, which contradicts the schedule of {file}" in error
-        assert "pass --schedule with a config of DDPM's family that has rescale_betas_zero_snr" in error
+        assert (
+            "pass --schedule with a config of DDPM's family that has rescale_betas_zero_snr"
+            in error
+        )
     DDPMScheduler(**SD_BETAS, rescale_betas_zero_snr=True).save_pretrained(file.parent)
     text = converted(hddm, source, tmp_path / "expert", *SIDE, *HEADS, "--schedule", file)
     assert "zero signal" not in text
@@ -331,7 +375,9 @@ def test_what_a_header_says_of_prediction_and_licence_is_used_and_recorded(
     facts = facts_of(tmp_path / "expert")
     assert facts["licence"] == "CreativeML Open RAIL-M"
     assert facts["source"]["prediction_source"] == place
-    assert "states 'CreativeML Open RAIL-M'" in refused(hddm, source, *SIDE, *HEADS, "--licence", "mit")
+    assert "states 'CreativeML Open RAIL-M'" in refused(
+        hddm, source, *SIDE, *HEADS, "--licence", "mit"
+    )
 
 
 def test_a_header_that_contradicts_a_file_or_a_layout_is_refused_unless_the_user_decides(
@@ -339,9 +385,14 @@ def test_a_header_that_contradicts_a_file_or_a_layout_is_refused_unless_the_user
 ) -> None:
     source, options = tmp_path / "sd.safetensors", (*SIDE, *HEADS)
     content = ldm_file(text_unet(attention_head_dim=8))
-    save_file(content | {"v_pred": torch.zeros(0)}, source, {"modelspec.prediction_type": "epsilon"})
+    save_file(
+        content | {"v_pred": torch.zeros(0)}, source, {"modelspec.prediction_type": "epsilon"}
+    )
     error = refused(hddm, source, *options)
-    assert "its tensor v_pred says v_prediction, which contradicts modelspec.prediction_type in the" in error
+    assert (
+        "its tensor v_pred says v_prediction, which contradicts modelspec.prediction_type in the"
+        in error
+    )
     assert "header of sd.safetensors, which says epsilon; pass --prediction-type" in error
     converted(hddm, source, tmp_path / "v", *options, "--prediction-type", "v_prediction")
 
@@ -350,7 +401,9 @@ def test_a_header_that_contradicts_a_file_or_a_layout_is_refused_unless_the_user
     assert "which contradicts the code of layout facebook-dit, which says epsilon; pass" in error
 
     save_file(content, source, {"modelspec.prediction_type": "edm"})
-    assert "says 'edm', which hddm does not know; pass --prediction-type" in refused(hddm, source, *options)
+    assert "says 'edm', which hddm does not know; pass --prediction-type" in refused(
+        hddm, source, *options
+    )
 
     save_file(content, source, V)
     text = converted(hddm, source, tmp_path / "epsilon", *options, *EPSILON)
@@ -371,7 +424,9 @@ def test_all_options_that_are_missing_are_named_at_once(hddm: Command, tmp_path:
     assert "--prediction-type epsilon" in error
 
     save_file({key: one for key, one in load_file(source).items() if key != "betas"}, source)
-    assert {"--num-heads", "--schedule"} <= set(refused(hddm, source, *SIDE).replace(",", "").split())
+    assert {"--num-heads", "--schedule"} <= set(
+        refused(hddm, source, *SIDE).replace(",", "").split()
+    )
 
     torch.save(pixart_file(pixart(), positions=False), tmp_path / "pixart.pth")
     error = refused(hddm, tmp_path / "pixart.pth", "--allow-pickle")
@@ -382,10 +437,19 @@ def test_all_options_that_are_missing_are_named_at_once(hddm: Command, tmp_path:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda name, one: {name: (100 * one).to(torch.int8), f"{name}_scale": torch.ones(1)}, "and 1 more"),
-        (lambda name, one: {name: one.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "_scale'"),
         (
-            lambda name, one: {name: one.flatten()[:, None].byte(), f"{name}.absmax": torch.ones(1)},
+            lambda name, one: {name: (100 * one).to(torch.int8), f"{name}_scale": torch.ones(1)},
+            "and 1 more",
+        ),
+        (
+            lambda name, one: {name: one.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)},
+            "_scale'",
+        ),
+        (
+            lambda name, one: {
+                name: one.flatten()[:, None].byte(),
+                f"{name}.absmax": torch.ones(1),
+            },
             "int8 and",
         ),
     ],

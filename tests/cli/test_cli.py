@@ -30,23 +30,54 @@ def test_the_whole_work_from_images_to_samples(images: Path, tmp_path: Path, hdd
     training = ["--steps", 3, "--batch-size", 8, "--size", "tiny", "--seed", 1]
     for k, options in enumerate((["ddpm"], ["flow", "--time-sampling", "logit-normal"])):
         out = tmp_path / str(k)
-        shown = ok("train", "expert", shards / f"shard_{k}", "--out", out, "--objective", *options, *training)
+        shown = ok(
+            "train",
+            "expert",
+            shards / f"shard_{k}",
+            "--out",
+            out,
+            "--objective",
+            *options,
+            *training,
+        )
         assert f"{out}: trained for 3 steps, loss " in shown
-    assert "trained for 3 steps, cross-entropy " in ok("train", "router", shards, "--out", router, *training)
+    assert "trained for 3 steps, cross-entropy " in ok(
+        "train", "router", shards, "--out", router, *training
+    )
     ok("assemble", tmp_path / "0", tmp_path / "1", "--router", router, "--out", ensemble)
     ok("calibrate", tmp_path / "0", "--data", shards / "shard_0", "--seed", 3)
-    options = ["--num-images", 5, "--steps", 3, "--strategy", "top-1", "--seed", 4, "--solver", "heun"]
+    options = [
+        "--num-images",
+        5,
+        "--steps",
+        3,
+        "--strategy",
+        "top-1",
+        "--seed",
+        4,
+        "--solver",
+        "heun",
+    ]
     ok("sample", ensemble, "--out", tmp_path / "samples", *options)
     names = [f"{k:05d}.png" for k in range(5)]
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [*names, "sampling.json"]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        *names,
+        "sampling.json",
+    ]
     with Image.open(tmp_path / "samples" / "00004.png") as image:
         assert image.size == (4, 4)
     settings = json.loads((tmp_path / "samples" / "sampling.json").read_text())
-    assert (settings["strategy"], settings["seed"], settings["source"]) == ("top-1", 4, str(ensemble))
+    assert (settings["strategy"], settings["seed"], settings["source"]) == (
+        "top-1",
+        4,
+        str(ensemble),
+    )
     assert settings["device"] in ("cpu", "cuda", "mps")
 
 
-def test_images_depend_on_the_seed_and_not_the_batch(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
+def test_images_depend_on_the_seed_and_not_the_batch(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
     for size in (1, 5):
         options = ["--num-images", 5, "--steps", 3, "--seed", 6, "--batch-size", size]
         hddm("sample", ensemble, "--out", tmp_path / str(size), *options)
@@ -59,7 +90,9 @@ def test_images_depend_on_the_seed_and_not_the_batch(ensemble: Path, tmp_path: P
     assert torch.equal(written, to_bytes(sample(load(ensemble), 5, seed=6, steps=3)))
 
 
-def test_a_router_that_takes_one_expert_is_warned_of(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_router_that_takes_one_expert_is_warned_of(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
     stuck = copied(ensemble, tmp_path)
     path = stuck / "router" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
@@ -96,7 +129,9 @@ def test_an_unknown_class_is_refused_with_the_known(
     class_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
     for label in ("2", "colums", "0,,1", ""):
-        message = _refused(hddm, "sample", class_expert, "--out", tmp_path / "out", f"--class-labels={label}")
+        message = _refused(
+            hddm, "sample", class_expert, "--out", tmp_path / "out", f"--class-labels={label}"
+        )
         assert ("did you mean 'columns'?" in message) == (label == "colums")
         assert f"--class-labels {label}: no class" in message
         assert "the model's classes are columns, rows" in message
@@ -111,7 +146,9 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     edit_json(small / "manifest.json", images=images, hash=few)
     options = ["--out", tmp_path / "out", *TRAIN]
     before = contents(tmp_path)
-    assert "has 3 images; an expert needs at least 16" in _refused(hddm, "train", "expert", small, *options)
+    assert "has 3 images; an expert needs at least 16" in _refused(
+        hddm, "train", "expert", small, *options
+    )
     config = tmp_path / "x.json"
     options = ["--out", tmp_path / "out", *TRAIN[2:], "--objective", "ddpm"]
     train = ["train", "expert", shards / "shard_0", *options, "--schedule", config]
@@ -133,7 +170,9 @@ def test_existing_folders_stay(
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
     assert "holds no quickstart" in _refused(hddm, "quickstart", "--out", tmp_path)
-    assert "has no benchmark.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
+    assert "has no benchmark.json of" in _refused(
+        hddm, "quickstart", "--out", tmp_path, "--overwrite"
+    )
     assert contents(tmp_path) == before
 
 
@@ -160,12 +199,16 @@ def test_a_full_disk_is_one_line(whole: Path, tmp_path: Path, hddm: Command) -> 
 
 def test_an_output_that_takes_no_more_is_told_with_a_remedy(images: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        finished = subprocess.run([HDDM, "inspect", images], stdout=full, stderr=subprocess.PIPE, text=True)
+        finished = subprocess.run(
+            [HDDM, "inspect", images], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     told = "hddm: a file, or the output: No space left on device; free some space\n"
     assert (finished.returncode, finished.stderr) == (1, told)
 
 
-def test_a_result_replaces_no_link_and_no_other_file(images: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_result_replaces_no_link_and_no_other_file(
+    images: Path, tmp_path: Path, hddm: Command
+) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text('{"precious": true}')
     (tmp_path / "link.json").symlink_to(mine)
@@ -175,9 +218,19 @@ def test_a_result_replaces_no_link_and_no_other_file(images: Path, tmp_path: Pat
         ("nowhere/a.json", f"{tmp_path / 'nowhere'} is not a folder; create it first"),
         ("mine.json", "is not a result of an evaluation"),
     ):
-        command = ("evaluate", images, "--reference", images, "--overwrite", "--out", tmp_path / out)
+        command = (
+            "evaluate",
+            images,
+            "--reference",
+            images,
+            "--overwrite",
+            "--out",
+            tmp_path / out,
+        )
         assert said in _refused(hddm, *command)
-    assert "choose another file, or pass --overwrite" in _refused(hddm, *command[:-3], *command[-2:])
+    assert "choose another file, or pass --overwrite" in _refused(
+        hddm, *command[:-3], *command[-2:]
+    )
     assert contents(tmp_path) == before
 
 
@@ -188,12 +241,16 @@ def test_a_calibrated_copy_leaves_the_expert_alone(
     out, line = tmp_path / "copy", ["calibrate", ddpm_expert, "--num-images", 16, "--steps", 2]
     code, shown, _ = hddm(*line, "--seed", 3, "--out", out)
     assert (code, shown) == (0, f"{out}: calibrated on 16 samples of its own\n")
-    assert {path.name: sha256_of(path) for path in ddpm_expert.iterdir() if path.is_file()} == before
+    assert {
+        path.name: sha256_of(path) for path in ddpm_expert.iterdir() if path.is_file()
+    } == before
     assert sha256_of(out / CALIBRATION) != before[CALIBRATION]
     assert (
         sha256_of(out / "diffusion_pytorch_model.safetensors")
         == before["diffusion_pytorch_model.safetensors"]
     )
-    assert hddm("sample", out, "--num-images", 2, "--steps", 2, "--out", tmp_path / "samples")[0] == 0
+    assert (
+        hddm("sample", out, "--num-images", 2, "--steps", 2, "--out", tmp_path / "samples")[0] == 0
+    )
     assert "exists" in hddm(*line, "--out", out)[2]
     assert not list(tmp_path.glob(".*"))

@@ -43,7 +43,15 @@ def made(sources: list[Path]) -> Path:
     for source in sources:
         run_words(["convert", str(source), "--out", str(made / source.name)])
     parts = [f"--{name.replace('_', '-')}={sources[0] / name}" for name in KEPT]
-    run_words(["assemble", *(str(made / one.name) for one in sources), *parts, "--out", f"{made}/ensemble"])
+    run_words(
+        [
+            "assemble",
+            *(str(made / one.name) for one in sources),
+            *parts,
+            "--out",
+            f"{made}/ensemble",
+        ]
+    )
     return made
 
 
@@ -71,7 +79,9 @@ def test_a_converted_pipeline_makes_pictures(
     for name in KEPT:
         given = {path.name: path.read_bytes() for path in (ensemble / name).iterdir()}
         for folder in (tmp_path / "one", tmp_path / "again"):
-            kept = (path for path in (folder / name).iterdir() if path.name not in (MANIFEST, HASHES))
+            kept = (
+                path for path in (folder / name).iterdir() if path.name not in (MANIFEST, HASHES)
+            )
             assert {path.name: path.read_bytes() for path in kept} == given
     # The encoder's weights stay as they are, which alone its identity in the record covers.
     edit_json(expert / "vae" / "config.json", norm_num_groups=4)
@@ -88,7 +98,15 @@ def latents(ensemble: Path, tmp_path: Path, hddm: Command) -> Latents:
     """The latents that the ensemble draws with these options, and what is said on standard error."""
 
     def drawn(*options: object) -> tuple[torch.Tensor, str]:
-        out = ("--out", tmp_path / "latents", "--overwrite", "--output-type", "latent", "--steps", 2)
+        out = (
+            "--out",
+            tmp_path / "latents",
+            "--overwrite",
+            "--output-type",
+            "latent",
+            "--steps",
+            2,
+        )
         code, _, error = hddm("sample", ensemble, *out, *options)
         assert code == 0, error
         return load_file(tmp_path / "latents" / "latents.safetensors")["latents"], error
@@ -128,15 +146,23 @@ def test_prompts_become_images_as_by_hand(
     assert (_images(tmp_path / "out").float() - bytes_).abs().max() <= 1
     record = json.loads((tmp_path / "out" / "sampling.json").read_text())
     assert record["prompts"] == ["a cat", "a dog"]
-    assert (record["solver"], record["shift"], record["vae"]["scale"]) == ("adams-moulton", 1.0, 0.18215)
+    assert (record["solver"], record["shift"], record["vae"]["scale"]) == (
+        "adams-moulton",
+        1.0,
+        0.18215,
+    )
     assert record["expert_use"]["shares"] == [0.0, 1.0]
 
 
 @pytest.mark.integration
-def test_embeddings_in_files_stand_for_prompts(latents: Latents, sources: list[Path], tmp_path: Path) -> None:
+def test_embeddings_in_files_stand_for_prompts(
+    latents: Latents, sources: list[Path], tmp_path: Path
+) -> None:
     cat, empty = _encoded(sources[0], "a cat", "").split(1)
     content = {"encoder_hidden_states": cat, "negative_encoder_hidden_states": empty}
-    save_file({name: value.contiguous() for name, value in content.items()}, tmp_path / "cat.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in content.items()}, tmp_path / "cat.safetensors"
+    )
     options = ["--num-images", 2, "--guidance-scale", 3]
     text, _ = latents(*options, "--prompt", "a cat")
     file, _ = latents(*options, "--conditions", tmp_path / "cat.safetensors")
@@ -156,14 +182,18 @@ def test_embeddings_in_files_stand_for_prompts(latents: Latents, sources: list[P
 def test_what_cannot_be_sampled_says_so_and_writes_nothing(
     options: list[str], message: str, made: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    code, _, error = hddm("sample", made / "ensemble", "--out", tmp_path / "out", "--steps", "1", *options)
+    code, _, error = hddm(
+        "sample", made / "ensemble", "--out", tmp_path / "out", "--steps", "1", *options
+    )
     assert code in (1, 2)
     assert message in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.integration
-def test_a_missing_vae_is_named_and_can_be_added(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_missing_vae_is_named_and_can_be_added(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
     options = ["--num-images", 1, "--steps", 1, "--out", tmp_path / "out"]
     expert, bare = tmp_path / "epsilon", tmp_path / "bare"
     for name in KEPT:
@@ -181,7 +211,13 @@ def test_a_missing_vae_is_named_and_can_be_added(ensemble: Path, tmp_path: Path,
 def test_the_shift_of_a_flow_source_is_the_grid_s(ensemble: Path, latents: Latents) -> None:
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(ensemble / "scheduler")
     edit_json(ensemble / "ensemble.json", shift=3.0)
-    own, three, even = (latents("--num-images", 1, *shift) for shift in ((), ("--shift", 3), ("--shift", 1)))
-    assert ["the model's own is 3" in said for _, said in (own, three, even)] == [False, False, True]
+    own, three, even = (
+        latents("--num-images", 1, *shift) for shift in ((), ("--shift", 3), ("--shift", 1))
+    )
+    assert ["the model's own is 3" in said for _, said in (own, three, even)] == [
+        False,
+        False,
+        True,
+    ]
     assert torch.equal(own[0], three[0])
     assert not torch.allclose(own[0], even[0], atol=1e-3)

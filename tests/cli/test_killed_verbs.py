@@ -58,7 +58,9 @@ def test_a_verb_killed_at_any_change_leaves_what_was_there_or_all_that_it_writes
             os._exit(int(ended.code or 0))
 
     def written(folder: Path) -> dict[str, bytes]:
-        return {name: one for name, one in contents(folder).items() if Path(name).parts[0] == target}
+        return {
+            name: one for name, one in contents(folder).items() if Path(name).parts[0] == target
+        }
 
     def check() -> None:
         restore(place / target)

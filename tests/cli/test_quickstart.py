@@ -44,7 +44,8 @@ def test_every_command_is_printed_as_it_runs_after_a_sentence(made: Made) -> Non
     told = re.findall(r"^  (hddm .*)$", made.printed, re.M)
     assert sorted(told) == sorted(step.command for step in made.results.steps)
     assert (
-        "\nConvert the old model to an expert: the same weights, bit for bit\n  hddm convert" in made.printed
+        "\nConvert the old model to an expert: the same weights, bit for bit\n  hddm convert"
+        in made.printed
     )
     assert "hddm assemble old flow ddpm --router router --share old=0.507 --out grown" in told
 

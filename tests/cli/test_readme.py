@@ -40,13 +40,17 @@ class Code(NamedTuple):
 
 
 def _code(page: Path) -> list[Code]:
-    found = re.findall(r"^(<!-- story -->\n)?```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    found = re.findall(
+        r"^(<!-- story -->\n)?```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S
+    )
     blocks = [Code(page.name, language, text, bool(story)) for story, language, text in found]
     return [one for one in blocks if not one.language.startswith("{")]
 
 
 def _words(code: Code) -> list[list[str]]:
-    lines = (shlex.split(line, comments=True) for line in code.text.replace("\\\n", "").splitlines())
+    lines = (
+        shlex.split(line, comments=True) for line in code.text.replace("\\\n", "").splitlines()
+    )
     return [words for words in lines if words]
 
 
@@ -74,7 +78,9 @@ def test_contributing_names_files_and_objects_that_exist() -> None:
         files = [ROOT / name for name in names if "/" in name]
         assert [file for file in files if not file.exists()] == []
         code = " ".join(file.read_text() for file in files if file.suffix == ".py")
-        parts = {part for name in names if re.fullmatch(r"[\w.]+", name) for part in name.split(".")}
+        parts = {
+            part for name in names if re.fullmatch(r"[\w.]+", name) for part in name.split(".")
+        }
         assert [part for part in parts if not re.search(rf"\b{part}\b", code)] == [], row
 
 
@@ -95,12 +101,20 @@ def test_its_first_screen_shows_the_two_commands_that_set_up_a_fresh_machine() -
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on PATH")
 @pytest.mark.parametrize(
-    ("target", "runs"), [("quickstart", "/hddm quickstart"), ("test", "-m pytest"), ("check", "-m pytest")]
+    ("target", "runs"),
+    [("quickstart", "/hddm quickstart"), ("test", "-m pytest"), ("check", "-m pytest")],
 )
-def test_each_target_of_make_installs_first_what_it_runs(target: str, runs: str, tmp_path: Path) -> None:
+def test_each_target_of_make_installs_first_what_it_runs(
+    target: str, runs: str, tmp_path: Path
+) -> None:
     made = ["make", "--dry-run", target, f"VENV={tmp_path / 'new'}"]
-    lines = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    order = [next(k for k, line in enumerate(lines) if part in line) for part in ("-m venv", "pip install")]
+    lines = subprocess.run(
+        made, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    order = [
+        next(k for k, line in enumerate(lines) if part in line)
+        for part in ("-m venv", "pip install")
+    ]
     assert order == sorted(order)
     # What `make check` runs in the end is `make test`.
     assert order[-1] < max(k for k, line in enumerate(lines) if runs in line)
@@ -125,7 +139,9 @@ def test_its_commands_are_accepted(line: tuple[str, ...], monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=str)
-def test_its_python_runs_as_it_stands(code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_python_runs_as_it_stands(
+    code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = compile(code.text, code.page, "exec")
     needed = ("hddm.load(", ".from_pretrained(", "http://127.0.0.1", "runs/quickstart")
     if not any(word in code.text for word in needed):
@@ -165,14 +181,28 @@ def test_its_stories_can_be_followed(
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning_and_asks_the_network_for_nothing(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("furo")
-    build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", ROOT / "docs", tmp_path]
+    build = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--quiet",
+        ROOT / "docs",
+        tmp_path,
+    ]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "cli", os.environ.get("PYTHONPATH", ""))))
     subprocess.run(build, check=True, env=os.environ | {"PYTHONPATH": paths})
-    pages = [page.read_text() for page in tmp_path.rglob("*.html") if "_downloads" not in page.parts]
+    pages = [
+        page.read_text() for page in tmp_path.rglob("*.html") if "_downloads" not in page.parts
+    ]
     assert len(pages) > len(PAGES)
-    fetched = [one for page in pages for one in re.findall(r"<(?:link|script|img)[^>]*//[^>]*>", page)]
+    fetched = [
+        one for page in pages for one in re.findall(r"<(?:link|script|img)[^>]*//[^>]*>", page)
+    ]
     assert not fetched
 
 

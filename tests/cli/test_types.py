@@ -45,14 +45,20 @@ def _checked(text: str, folder: Path) -> list[tuple[int, str]]:
     options = ["--follow-imports=skip", "--config-file=", "--cache-dir=/dev/null"]
     command = [sys.executable, "-m", "mypy", *options, str(file), str(STUB)]
     made = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    found = re.findall(rf"^{re.escape(file.name)}:(\d+): error: .*\[([a-z-]+)\]$", made.stdout, re.MULTILINE)
+    found = re.findall(
+        rf"^{re.escape(file.name)}:(\d+): error: .*\[([a-z-]+)\]$", made.stdout, re.MULTILINE
+    )
     assert made.returncode in (0, 1), made.stderr
     return [(int(line), code) for line, code in found]
 
 
 @pytest.mark.integration
-def test_a_wrong_keyword_or_value_is_an_error_of_mypy_and_a_right_one_is_not(tmp_path: Path) -> None:
+def test_a_wrong_keyword_or_value_is_an_error_of_mypy_and_a_right_one_is_not(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("mypy", reason="a tool of developers")
     assert _checked(RIGHT, tmp_path) == []
     lines = enumerate(WRONG.splitlines(), start=1)
-    assert _checked(WRONG, tmp_path) == [(k, line.split("# ")[1]) for k, line in lines if "# " in line]
+    assert _checked(WRONG, tmp_path) == [
+        (k, line.split("# ")[1]) for k, line in lines if "# " in line
+    ]

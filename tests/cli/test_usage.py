@@ -27,10 +27,17 @@ GONE = [
         "push {gone} me/model",
         "compare {gone} {gone}",
     ),
-    *("partition {gone} --out {out} --shards 2", "encode {gone} --out {out}", "convert {gone} --out {out}"),
+    *(
+        "partition {gone} --out {out} --shards 2",
+        "encode {gone} --out {out}",
+        "convert {gone} --out {out}",
+    ),
     *("convert {shard} --out {out} --base {gone}", "merge {shard} {gone} --out {out}"),
     *(TRAIN.replace("{shard}", "{gone}"), "train router {gone} --out {out} --steps 3"),
-    *(ALL.replace("{shards}", "{gone}") + " --objective flow", "distill {gone} --data {shards} --out {out}"),
+    *(
+        ALL.replace("{shards}", "{gone}") + " --objective flow",
+        "distill {gone} --data {shards} --out {out}",
+    ),
     *("calibrate {gone}", "calibrate {shard} --data {gone}", "assemble {gone} --out {out}"),
     "sample {gone} --out {out}",
     "evaluate {gone} --reference {shard}",
@@ -39,16 +46,31 @@ GONE = [
 SLIPS = [
     *((line, "{gone}: no such f") for line in GONE),
     ("dream", "dream is not a command of hddm; choose one of"),
-    ("train exprt", "exprt is not a command of hddm train; choose one of expert, router, all; did you mean"),
-    (TRAIN + " --lerning-rate 1", "--lerning-rate: no such option of hddm train expert; did you mean '-"),
+    (
+        "train exprt",
+        "exprt is not a command of hddm train; choose one of expert, router, all; did you mean",
+    ),
+    (
+        TRAIN + " --lerning-rate 1",
+        "--lerning-rate: no such option of hddm train expert; did you mean '-",
+    ),
     (TRAIN + " --seed", "--seed: requires an argument"),
     ("train expert --out {out}", "SHARD is required; hddm train expert --help says what it is"),
     ("train expert {shard} --objective flow", "--out is required"),
-    (TRAIN + " --objective flwo", "--objective flwo: choose one of ddpm, flow; did you mean 'flow'?"),
+    (
+        TRAIN + " --objective flwo",
+        "--objective flwo: choose one of ddpm, flow; did you mean 'flow'?",
+    ),
     (TRAIN + " --learning-rate fast", "--learning-rate fast: must be a number"),
     ("sample {shard} --out {out} --strategy best", "--strategy best: choose commit-X, threshold-X"),
-    ("sample {shard} --out {out} --device gpu", "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps"),
-    (TRAIN + " --noise-range 1:0.5", "--noise-range 1:0.5: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1"),
+    (
+        "sample {shard} --out {out} --device gpu",
+        "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps",
+    ),
+    (
+        TRAIN + " --noise-range 1:0.5",
+        "--noise-range 1:0.5: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1",
+    ),
     (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, mini, small"),
     ("benchmark digts --out {out}", "digts: no such preset; give the path of your own file"),
     ("assemble {shard}", "--out is required"),
@@ -59,29 +81,68 @@ SLIPS = [
         )
         for line in ("sample {shard} --out {out}", "play {shard}", "serve {shard}")
     ),
-    (ALL + " --objective 0=ddpm", "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as"),
+    (
+        ALL + " --objective 0=ddpm",
+        "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as",
+    ),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; leave it out"),
-    ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
-    ("merge {shard} {shard} --out {out} --weights a,b", "--weights a,b: write one number per expert, as 0.5"),
+    (
+        "convert {shard} --out {out} --base {shard} --variant fp16",
+        "--variant: --base converts a LoRA file",
+    ),
+    (
+        "merge {shard} {shard} --out {out} --weights a,b",
+        "--weights a,b: write one number per expert, as 0.5",
+    ),
 ]
 # … and what only the work itself finds.
 LATER = [
-    ("sample {shard} --out {out} --guidance-interval 0.9 0.1", "--guidance-interval 0.9 0.1: must be two t"),
-    ("sample {shard} --out {out} --max-memory=1,5GB", "--max-memory 1,5GB: is not an amount of memory"),
-    ("partition {images} --out {out} --shards 2 --features dino", "or OWNER/NAME; did you mean 'dinov2'?"),
+    (
+        "sample {shard} --out {out} --guidance-interval 0.9 0.1",
+        "--guidance-interval 0.9 0.1: must be two t",
+    ),
+    (
+        "sample {shard} --out {out} --max-memory=1,5GB",
+        "--max-memory 1,5GB: is not an amount of memory",
+    ),
+    (
+        "partition {images} --out {out} --shards 2 --features dino",
+        "or OWNER/NAME; did you mean 'dinov2'?",
+    ),
     (TRAIN + " --init {expert} --config {fixed}", "--prediction: --init fixes it; leave it out"),
     (TRAIN + " --config {part}", "{part}: key 'noise_range' (is '0.5'): must be LOW:HIGH"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an existing expert; pass --init"),
-    ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
+    (
+        "sample {expert} --out {out} --prompt cat",
+        "--prompt: the model is unconditional; drop the option",
+    ),
     ("push {expert} model", "model: write OWNER/NAME"),
-    (TRAIN + " --init {none}", "{none}: no expert folder (expert.json); hddm convert makes an expert of a"),
-    ("assemble {expert} {none} --out {out}", "{none}: no expert folder (expert.json); hddm convert makes an"),
-    ("merge {none} {expert} --out {out}", "{none}: no expert folder (expert.json); hddm convert makes an"),
-    ("describe {ensemble} --text cats", "(expert.json); it is an ensemble; name one of its experts"),
+    (
+        TRAIN + " --init {none}",
+        "{none}: no expert folder (expert.json); hddm convert makes an expert of a",
+    ),
+    (
+        "assemble {expert} {none} --out {out}",
+        "{none}: no expert folder (expert.json); hddm convert makes an",
+    ),
+    (
+        "merge {none} {expert} --out {out}",
+        "{none}: no expert folder (expert.json); hddm convert makes an",
+    ),
+    (
+        "describe {ensemble} --text cats",
+        "(expert.json); it is an ensemble; name one of its experts",
+    ),
     ("partition {digits} --out {out} --shards 2", "holds train and held_out; name {digits}/train"),
-    ("train expert {shards} --out {out} --objective flow --steps 3", "{shards}: is a partition, not a shard"),
+    (
+        "train expert {shards} --out {out} --objective flow --steps 3",
+        "{shards}: is a partition, not a shard",
+    ),
     ("train router {shard} --out {out} --steps 2", "{shard}: is a shard, not a partition"),
-    ("sample {expert} --out {out} --class-labels 3", "--class-labels 3: no class '3'; the model's classes"),
+    (
+        "sample {expert} --out {out} --class-labels 3",
+        "--class-labels 3: no class '3'; the model's classes",
+    ),
     ("sample {ensemble} --out {out} --strategy top-5", "top-5 needs 5 experts and there are 2"),
     ("sample {ensemble} --out {out} --shift 0", "--shift 0.0: must be above 0"),
 ]
@@ -92,13 +153,20 @@ FILES = [
     ("evaluate {images} --reference {none}", "{none}: holds no images"),
     ("benchmark photographs --data {none}", "{none}/train: no such file or folder"),
 ]
-WRONG = [*((2, *one) for one in LATER), *((1, f"{line} --out {{out}}", said) for line, said in FILES)]
+WRONG = [
+    *((2, *one) for one in LATER),
+    *((1, f"{line} --out {{out}}", said) for line, said in FILES),
+]
 
 
 @pytest.fixture
 def names(images: Path, shards: Path, ensemble: Path, tmp_path: Path) -> dict[str, Path]:
     """What stands in a line for a path."""
-    files = {"run": "size: smal", "fixed": "steps: 3\nprediction: epsilon", "part": 'noise_range: "0.5"'}
+    files = {
+        "run": "size: smal",
+        "fixed": "steps: 3\nprediction: epsilon",
+        "part": 'noise_range: "0.5"',
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     for name in ("none", "digits/train", "digits/held_out"):
@@ -109,7 +177,9 @@ def names(images: Path, shards: Path, ensemble: Path, tmp_path: Path) -> dict[st
 
 
 @pytest.mark.integration
-def test_a_slip_is_one_line_before_anything_heavy_is_imported(names: dict[str, Path], tmp_path: Path) -> None:
+def test_a_slip_is_one_line_before_anything_heavy_is_imported(
+    names: dict[str, Path], tmp_path: Path
+) -> None:
     before = contents(tmp_path)
     runs = in_a_fresh_process([line.format(**names).split() for line, _ in SLIPS])
     for (line, said), (code, output, heavy) in zip(SLIPS, runs, strict=True):
@@ -162,7 +232,9 @@ def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs()
     assert told.endswith(f"Default: {DEFAULT_RESAMPLING}.")
     kinds, _ = get_args(Conversion.model_fields["prediction_type"].annotation)
     assert get_args(kinds) == tuple(one.value for one in PredictionType)
-    devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}
+    devices = {
+        one.default for verb in VERBS.values() for one in verb.params if one.name == "device"
+    }
     assert devices == {"auto"}
 
 
@@ -175,7 +247,10 @@ def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs()
         ),
         ("--steps 2 --steps 3", "--steps 2 and 3: takes one value; keep one"),
         ("--steps 2 --steps=2", "--steps 2 and 2: takes one value; keep one"),
-        ("--solver heun --seed 1 --solver=euler", "--solver heun and euler: takes one value; keep one"),
+        (
+            "--solver heun --seed 1 --solver=euler",
+            "--solver heun and euler: takes one value; keep one",
+        ),
         (
             "--guidance-interval 0.1 0.9 --guidance-interval 0 1",
             "--guidance-interval 0.1 0.9 and 0 1: takes one value; keep one",

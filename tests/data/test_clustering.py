@@ -12,7 +12,9 @@ from hddm.data.clustering import Indices, balanced_kmeans, cluster, normalise, t
 Array = NDArray[np.float64]
 
 
-def _blobs(sizes: list[int], dim: int = 8, spread: float = 0.05, seed: int = 0) -> tuple[Array, Array]:
+def _blobs(
+    sizes: list[int], dim: int = 8, spread: float = 0.05, seed: int = 0
+) -> tuple[Array, Array]:
     """Points around orthogonal directions, shuffled, with the blob of each."""
     draws = np.random.default_rng(seed)
     truth = draws.permutation(np.repeat(np.arange(len(sizes)), sizes))
@@ -44,7 +46,10 @@ def test_the_assignment_is_the_best_among_balanced_ones(seed: int) -> None:
     assignment, centres = balanced_kmeans(points, 2, seed)
     similarity = points @ centres.T
     rows = range(8)
-    best = max(sum(similarity[i, int(i in first)] for i in rows) for first in map(set, combinations(rows, 4)))
+    best = max(
+        sum(similarity[i, int(i in first)] for i in rows)
+        for first in map(set, combinations(rows, 4))
+    )
     assert similarity[rows, assignment].sum() == pytest.approx(best, abs=1e-9)
 
 
@@ -58,7 +63,9 @@ def test_points_that_are_all_alike_are_still_divided_evenly(value: float) -> Non
 @pytest.mark.parametrize(
     ("num", "k"), [(40, 4), (43, 4), (7, 7), (1, 1), (250, 3), (1003, 7), (999, 32), (64, 8)]
 )
-def test_sizes_differ_by_one_at_most_in_chunks_and_mini_batches(num: int, k: int, batch: int) -> None:
+def test_sizes_differ_by_one_at_most_in_chunks_and_mini_batches(
+    num: int, k: int, batch: int
+) -> None:
     points = np.random.default_rng(0).normal(size=(num, 6)) + 1
     assignment, centres = balanced_kmeans(points, k, chunk=100, batch=batch)
     sizes = np.bincount(assignment, minlength=k)

@@ -98,7 +98,9 @@ def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path
     assert check_data(tmp_path / "shard_0").kind == "shard"
 
 
-def test_the_command_fails_beyond_max_bad_and_prints_the_report_first(tmp_path: Path, hddm: Command) -> None:
+def test_the_command_fails_beyond_max_bad_and_prints_the_report_first(
+    tmp_path: Path, hddm: Command
+) -> None:
     write(tmp_path, {"1.png": encoded(1), "2.png": b"x", "3.png": b"y", "4.png": encoded(1)})
     code, out, err = hddm("data", "check", tmp_path)
     assert f"corrupt: {tmp_path / '2.png'}: cannot be read as an image" in out

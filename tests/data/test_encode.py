@@ -42,7 +42,11 @@ def source(tmp_path: Path) -> Path:
 
 def test_pixels_are_those_of_the_images(source: Path, tmp_path: Path) -> None:
     folder = encode(source, tmp_path / "out", rows=7)
-    assert [one["rows"] for one in json.loads((folder / "manifest.json").read_text())["data"]] == [7, 7, 6]
+    assert [one["rows"] for one in json.loads((folder / "manifest.json").read_text())["data"]] == [
+        7,
+        7,
+        6,
+    ]
     expected = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2)
     assert torch.equal(_tensors(folder)["pixels"], expected)
     there, here = open_shard(source), open_shard(folder)
@@ -55,10 +59,14 @@ def test_pixels_are_those_of_the_images(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_latents_are_those_of_diffusers(mirrored: bool, source: Path, tmp_path: Path) -> None:
     vae = write_vae(tmp_path / "vae", scaling_factor=0.4, shift_factor=0.1)
-    folder = encode(source, tmp_path / "out", vae=tmp_path / "vae", dtype="float32", random_flip=mirrored)
+    folder = encode(
+        source, tmp_path / "out", vae=tmp_path / "vae", dtype="float32", random_flip=mirrored
+    )
     images = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2) / 127.5 - 1
     found = _tensors(folder)
-    assert set(found) == ({"mean", "std", "mirrored_mean", "mirrored_std"} if mirrored else {"mean", "std"})
+    assert set(found) == (
+        {"mean", "std", "mirrored_mean", "mirrored_std"} if mirrored else {"mean", "std"}
+    )
     for prefix, given in [("", images), ("mirrored_", images.flip(-1))][: 1 + mirrored]:
         with torch.no_grad():
             expected = vae.encode(given).latent_dist
@@ -70,7 +78,9 @@ def test_latents_are_those_of_diffusers(mirrored: bool, source: Path, tmp_path: 
     assert torch.allclose(shard.images, (found["mean"] - 0.1) * 0.4)
 
 
-def test_a_tiny_vae_has_means_alone_and_batches_only_matter_by_rounding(source: Path, tmp_path: Path) -> None:
+def test_a_tiny_vae_has_means_alone_and_batches_only_matter_by_rounding(
+    source: Path, tmp_path: Path
+) -> None:
     vae = write_vae(tmp_path / "vae", "tiny")
     images = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
@@ -84,7 +94,9 @@ def test_a_tiny_vae_has_means_alone_and_batches_only_matter_by_rounding(source: 
 
 def test_gray_images_are_given_to_a_vae_in_three_channels(tmp_path: Path) -> None:
     write_shard(tmp_path / "gray", noise(16, colour=False))
-    write_shard(tmp_path / "colour", [np.stack([one] * 3, axis=2) for one in noise(16, colour=False)])
+    write_shard(
+        tmp_path / "colour", [np.stack([one] * 3, axis=2) for one in noise(16, colour=False)]
+    )
     write_vae(tmp_path / "vae")
     gray, colour = (
         _tensors(encode(tmp_path / name, tmp_path / f"{name}-out", vae=tmp_path / "vae"))
@@ -110,8 +122,12 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_clip(tmp_path, tokens=24)
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "tokenizer")
     networks = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
-    folder = encode(tmp_path / "source", tmp_path / "out", dtype="float32", batch_size=5, **networks)
-    ids = tokenizer([*captions, ""], padding="max_length", max_length=24, return_tensors="pt").input_ids
+    folder = encode(
+        tmp_path / "source", tmp_path / "out", dtype="float32", batch_size=5, **networks
+    )
+    ids = tokenizer(
+        [*captions, ""], padding="max_length", max_length=24, return_tensors="pt"
+    ).input_ids
     expected = model(ids)[0]
     shard = open_shard(folder)
     assert torch.allclose(shard.texts.take(torch.arange(16)), expected[:16], atol=1e-5)
@@ -133,7 +149,11 @@ def test_a_partition_is_encoded_with_its_held_out_images(tmp_path: Path) -> None
 
 
 def test_bad_images_are_left_out_by_name_up_to_a_number(tmp_path: Path) -> None:
-    images, labels, kept = noise(20), [n % 2 for n in range(20)], [n for n in range(20) if n not in (3, 11)]
+    images, labels, kept = (
+        noise(20),
+        [n % 2 for n in range(20)],
+        [n for n in range(20) if n not in (3, 11)],
+    )
     source = tmp_path / "damaged"
     write_shard(source, [images[n] if n in kept else b"no image" for n in range(20)], labels)
     # Missing ones are bad, too.
@@ -151,12 +171,16 @@ def test_bad_images_are_left_out_by_name_up_to_a_number(tmp_path: Path) -> None:
     assert found.tolist() == [labels[n] for n in kept]
 
 
-def test_latents_beyond_their_dtype_are_refused_with_the_image(source: Path, tmp_path: Path) -> None:
+def test_latents_beyond_their_dtype_are_refused_with_the_image(
+    source: Path, tmp_path: Path
+) -> None:
     vae = write_vae(tmp_path / "vae")
     vae.quant_conv.bias.data[:4] += 1e5
     vae.save_pretrained(tmp_path / "vae")
     message = refusal(encode, source, tmp_path / "out", vae=tmp_path / "vae")
-    assert "images/000.png: its mean reaches 1e+05, beyond float16; store `dtype` float32" in message
+    assert (
+        "images/000.png: its mean reaches 1e+05, beyond float16; store `dtype` float32" in message
+    )
     assert [path.name for path in tmp_path.iterdir() if "encoding" in path.name] == []
     for dtype in ("float32", "bfloat16"):
         shard = open_shard(encode(source, tmp_path / dtype, vae=tmp_path / "vae", dtype=dtype))
@@ -168,7 +192,10 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     write_clip(tmp_path)
     text, words, out = tmp_path / "text_encoder", tmp_path / "tokenizer", tmp_path / "out"
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("multiples of 8, not 12×12; change `resolution`", {"vae": tmp_path / "vae", "resolution": 12}),
+        (
+            "multiples of 8, not 12×12; change `resolution`",
+            {"vae": tmp_path / "vae", "resolution": 12},
+        ),
         ("`tokenizer`: text needs", {"text_encoder": text}),
         ("`text_encoder`: text needs", {"tokenizer": words}),
         ("not all of its images have captions", {"text_encoder": text, "tokenizer": words}),
@@ -176,21 +203,29 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     ]
     write_shard(tmp_path / "unlike", [*noise(10), *noise(10, 8, 12)])
     for message, options in cases:
-        assert message in refusal(encode, source if options else tmp_path / "unlike", out, **options)
+        assert message in refusal(
+            encode, source if options else tmp_path / "unlike", out, **options
+        )
     assert "is an encoded shard" in refusal(encode, encode(source, tmp_path / "done"), out)
     assert not out.exists()
 
 
-def test_missing_captions_are_found_before_any_network_is_read(source: Path, tmp_path: Path) -> None:
+def test_missing_captions_are_found_before_any_network_is_read(
+    source: Path, tmp_path: Path
+) -> None:
     """The folders hold nothing, which reading them would find out."""
     names = ("vae", "text_encoder", "tokenizer")
     for name in names:
         (tmp_path / name).mkdir()
     networks = {name: tmp_path / name for name in names}
-    assert "not all of its images have captions" in refusal(encode, source, tmp_path / "out", **networks)
+    assert "not all of its images have captions" in refusal(
+        encode, source, tmp_path / "out", **networks
+    )
 
 
-def test_the_command_encodes_inspects_and_replaces(source: Path, tmp_path: Path, hddm: Command) -> None:
+def test_the_command_encodes_inspects_and_replaces(
+    source: Path, tmp_path: Path, hddm: Command
+) -> None:
     write_vae(tmp_path / "vae")
     out = tmp_path / "out"
     options = ("--vae", tmp_path / "vae", "--resolution", 8, "--random-flip")
@@ -241,7 +276,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _open(
     target: Path, identity: dict[str, Any], overwrite: bool = False
 ) -> contextlib.AbstractContextManager[Draft]:
-    return open_draft(target, "manifest.json", identity, "encoding", lambda: "it is kept", overwrite)
+    return open_draft(
+        target, "manifest.json", identity, "encoding", lambda: "it is kept", overwrite
+    )
 
 
 def _records(out: Path) -> list[Path]:
@@ -254,7 +291,9 @@ def test_a_killed_process_is_gone_on_with_to_the_same_bytes(root: Path, tmp_path
     context = multiprocessing.get_context("fork")
     for wanted in (1, 4, 7):
         # With pauses, in which a kill hits.
-        process = context.Process(target=_encode, args=(root, out, False, lambda _: time.sleep(0.01)))
+        process = context.Process(
+            target=_encode, args=(root, out, False, lambda _: time.sleep(0.01))
+        )
         process.start()
         deadline = time.monotonic() + 60
         while len(_records(out)) < wanted and process.is_alive() and time.monotonic() < deadline:
@@ -300,7 +339,9 @@ def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("overwrite", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool, tmp_path: Path) -> None:
+def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(
+    overwrite: bool, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
 
     def write(content: str) -> None:

@@ -14,7 +14,13 @@ from PIL import Image
 from safetensors.torch import load_file, save
 from transformers import AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
 
-from hddm.data.features import SIDE, ImageFeatures, PixelPca, compute_features, open_feature_extractor
+from hddm.data.features import (
+    SIDE,
+    ImageFeatures,
+    PixelPca,
+    compute_features,
+    open_feature_extractor,
+)
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.streams import Use, stream
@@ -44,7 +50,9 @@ def test_features_of_a_vision_model_are_those_of_transformers(kind: str, tmp_pat
         pixels = processor(Image.fromarray(image), return_tensors="pt")["pixel_values"]
         with torch.no_grad():
             if kind == "clip_vision_model":
-                rows.append(CLIPVisionModelWithProjection.from_pretrained(folder)(pixels).image_embeds[0])
+                rows.append(
+                    CLIPVisionModelWithProjection.from_pretrained(folder)(pixels).image_embeds[0]
+                )
             else:
                 rows.append(AutoModel.from_pretrained(folder)(pixels).last_hidden_state[0, 0])
     expected = torch.stack(rows).numpy()
@@ -76,13 +84,17 @@ def test_weights_that_lack_tensors_are_not_filled_with_random_ones(tmp_path: Pat
     assert re.search(r"its weights lack .* tensors of Dinov2Model", told)
 
 
-def test_pixel_features_are_the_principal_components_of_a_sample_which_are_kept(tmp_path: Path) -> None:
+def test_pixel_features_are_the_principal_components_of_a_sample_which_are_kept(
+    tmp_path: Path,
+) -> None:
     images = noise(50, 5, 4)
     source = _source(tmp_path / "images", images)
     extractor, again = (PixelPca(dimensions=6, sample=20, seed=5) for _ in range(2))
     extractor.prepare(source, tmp_path)
     flat = np.stack(images).reshape(50, -1) / 255
-    rows = np.sort(np.random.default_rng(stream(5, Use.FEATURE_IMAGES)).choice(50, 20, replace=False))
+    rows = np.sort(
+        np.random.default_rng(stream(5, Use.FEATURE_IMAGES)).choice(50, 20, replace=False)
+    )
     centred = flat - flat[rows].mean(0)
     axes = np.linalg.svd(centred[rows], full_matrices=False)[2][:6]
     features = extractor(images)
@@ -145,7 +157,9 @@ def _compute(
     return compute_features(source, extractor or Counted(), folder, part=PART, **options)
 
 
-def test_features_are_in_the_order_of_images_and_computed_once(source: ImageSource, tmp_path: Path) -> None:
+def test_features_are_in_the_order_of_images_and_computed_once(
+    source: ImageSource, tmp_path: Path
+) -> None:
     found = _compute(source, tmp_path / "cache")
     extractor = Counted()
     extractor.prepare(source, tmp_path / "cache")
@@ -174,7 +188,9 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
-def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSource, tmp_path: Path) -> None:
+def test_features_of_other_images_are_refused_unless_they_may_go(
+    source: ImageSource, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     _compute(source, cache)
     assert "  extractor: was " in refusal(_compute, source, cache, PixelPca(dimensions=4, seed=1))
@@ -220,7 +236,9 @@ def test_a_spoilt_part_is_made_again(source: ImageSource, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rows", [list(range(10, 20)), [9, 10, 47]])
-def test_broken_images_are_left_out_by_name(rows: list[int], source: ImageSource, tmp_path: Path) -> None:
+def test_broken_images_are_left_out_by_name(
+    rows: list[int], source: ImageSource, tmp_path: Path
+) -> None:
     whole = _compute(source, tmp_path / "whole")
     for row in rows:
         (source.root / source.files[row]).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
@@ -234,7 +252,9 @@ def test_broken_images_are_left_out_by_name(rows: list[int], source: ImageSource
     assert found[np.array([0, len(found) - 1])].shape == (2, 4)
 
 
-def test_features_that_are_not_finite_are_refused_by_image(source: ImageSource, tmp_path: Path) -> None:
+def test_features_that_are_not_finite_are_refused_by_image(
+    source: ImageSource, tmp_path: Path
+) -> None:
     class Spoilt(Counted):
         def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
             features = super().__call__(images)

@@ -30,7 +30,9 @@ def test_a_partition_stands_for_what_it_holds_out_of_the_shard_in_training(shard
             assert open_held_out(place, training).hash == open_shard(held_out).hash
 
 
-def test_another_partition_stands_for_all_that_it_holds_out(shards: Path, many: Path, tmp_path: Path) -> None:
+def test_another_partition_stands_for_all_that_it_holds_out(
+    shards: Path, many: Path, tmp_path: Path
+) -> None:
     partition(many, tmp_path / "whole", 1, held_out=0.4)
     found = open_held_out(shards, open_shard(tmp_path / "whole" / "shard_0"))
     each = [open_shard(shards / "held_out" / f"shard_{k}") for k in range(2)]
@@ -70,7 +72,9 @@ def test_an_image_that_is_trained_on_is_refused_by_its_pixels(shards: Path, tmp_
         assert "all its images are also training images" in refusal(open_held_out, own, training)
 
 
-def test_latents_that_are_trained_on_are_refused_by_the_hashes_of_their_files(tmp_path: Path) -> None:
+def test_latents_that_are_trained_on_are_refused_by_the_hashes_of_their_files(
+    tmp_path: Path,
+) -> None:
     write_vae(tmp_path / "vae")
     parts = write_partition(tmp_path / "parts", held_out=4)
     write_shard(tmp_path / "copy", [*noise(20, seed=7), *noise(1, seed=0)])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.data.images import OversizedImageError, decode_image, fit_image, read_image, to_bytes, to_unit_range
+from hddm.data.images import (
+    OversizedImageError,
+    decode_image,
+    fit_image,
+    read_image,
+    to_bytes,
+    to_unit_range,
+)
 from hddm.utils.errors import HddmError
 from tests.artefacts import load_images, refusal
 from tests.shard_files import as_file, bomb
@@ -98,20 +105,26 @@ def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_war
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize(("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")])
+@pytest.mark.parametrize(
+    ("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")]
+)
 def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: str) -> None:
     with pytest.raises(OversizedImageError, match=f"bomb.png: {told} 89478485 pixels"):
         decode_image(bomb(width, 9460), Path("bomb.png"))
 
 
 def test_formats_of_other_programs_are_not_handed_to_them() -> None:
-    assert "a.png: cannot be read as an image" in refusal(decode_image, as_file(COLOUR, "EPS"), Path("a.png"))
+    assert "a.png: cannot be read as an image" in refusal(
+        decode_image, as_file(COLOUR, "EPS"), Path("a.png")
+    )
 
 
 def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> None:
     _write(tmp_path / "1.png", GRAY)
     path = _write(tmp_path / "2.png", GRAY[:4])
-    assert "2.png: is 7×4, 1.png is 7×5; hddm encode --resolution N" in refusal(load_images, tmp_path)
+    assert "2.png: is 7×4, 1.png is 7×5; hddm encode --resolution N" in refusal(
+        load_images, tmp_path
+    )
     path.write_bytes(path.read_bytes()[:40])
     assert f"{path}: cannot be read as an image" in refusal(load_images, tmp_path)
 
@@ -160,7 +173,9 @@ def _image(width: int, height: int, gray: bool = False) -> Image.Image:
 def test_scaling_and_centre_crop_are_those_of_torchvision(size: tuple[int, int]) -> None:
     transforms = pytest.importorskip("torchvision.transforms")
     mode = transforms.InterpolationMode.LANCZOS
-    theirs = transforms.Compose([transforms.Resize(8, interpolation=mode), transforms.CenterCrop(8)])
+    theirs = transforms.Compose(
+        [transforms.Resize(8, interpolation=mode), transforms.CenterCrop(8)]
+    )
     for gray in (False, True):
         image = _image(*size, gray)
         ours = fit_image(image, 8)

@@ -37,7 +37,9 @@ def tars(many: Path, tmp_path: Path) -> Path:
     return write_tar(tmp_path / "train.tar", files)
 
 
-def test_images_of_a_tar_keep_captions_and_files_are_linked(many: Path, tars: Path, tmp_path: Path) -> None:
+def test_images_of_a_tar_keep_captions_and_files_are_linked(
+    many: Path, tars: Path, tmp_path: Path
+) -> None:
     originals = [path.read_bytes() for path in sorted(many.rglob("*.png"))]
     seen = []
     for folder in partition(tars, tmp_path / "out", 2):
@@ -111,19 +113,28 @@ def test_the_report_shows_every_shard_enlarged_by_whole_pixels(many: Path, tmp_p
             cell = np.asarray(picture)[:96, :96]
         assert f"<td>{len(shard_files(folder))}</td>" in page
         small = cell[::24, ::24, 0]
-        np.testing.assert_array_equal(np.kron(small, np.ones((24, 24), dtype=np.uint8)), cell[..., 0])
-        assert small.tobytes() in {np.asarray(Image.open(path)).tobytes() for path in many.rglob("*.png")}
+        np.testing.assert_array_equal(
+            np.kron(small, np.ones((24, 24), dtype=np.uint8)), cell[..., 0]
+        )
+        assert small.tobytes() in {
+            np.asarray(Image.open(path)).tobytes() for path in many.rglob("*.png")
+        }
     for name in CLASSES:
         assert name in page
 
 
-def test_shards_by_class_have_their_classes_and_all_names(many: Path, tmp_path: Path, hddm: Command) -> None:
+def test_shards_by_class_have_their_classes_and_all_names(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
     out = tmp_path / "out"
     options = ["--classes", "a=rows", "--classes", "b=columns", "--held-out", 0.4]
     code, _, err = hddm("partition", many, *options, "--out", out)
     assert (code, err) == (0, "")
     for k, name in enumerate(("rows", "columns")):
-        for manifest in (read_manifest(out / f"shard_{k}"), read_manifest(out / "held_out" / f"shard_{k}")):
+        for manifest in (
+            read_manifest(out / f"shard_{k}"),
+            read_manifest(out / "held_out" / f"shard_{k}"),
+        ):
             assert {Path(one.file).parts[1] for one in manifest.images} == {name}
             assert {manifest.classes[one.label or 0] for one in manifest.images} == {name}
             assert tuple(manifest.classes) == CLASSES
@@ -137,7 +148,9 @@ def test_shards_by_class_have_their_classes_and_all_names(many: Path, tmp_path: 
         assert "its classes are columns, rows; name each of them in one of 2 shards" in text
 
 
-def test_some_classes_are_taken_as_if_they_were_all(images: Path, tmp_path: Path, hddm: Command) -> None:
+def test_some_classes_are_taken_as_if_they_were_all(
+    images: Path, tmp_path: Path, hddm: Command
+) -> None:
     some, alone = tmp_path / "some", tmp_path / "alone"
     shutil.copytree(images / "rows", tmp_path / "rows-alone" / "rows")
     assert hddm("partition", images, "--only", "rows", "--shards", 1, "--out", some)[0] == 0
@@ -156,7 +169,9 @@ def test_several_sources_are_taken_together(images: Path, tmp_path: Path, hddm: 
     assert f"{out / 'shard_0'}: 68 images" in shown
 
 
-def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Path, tmp_path: Path) -> None:
+def test_held_out_images_are_shards_of_their_own_and_no_training_images(
+    many: Path, tmp_path: Path
+) -> None:
     plain = partition(many, tmp_path / "plain", 1)[0]
     (folder,) = partition(many, tmp_path / "out", 1, held_out=0.4)
     held = tmp_path / "out" / "held_out" / "shard_0"
@@ -165,9 +180,17 @@ def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Pa
     assert training | kept == shard_files(plain)
     assert 20 <= len(kept) <= 44
     ours, theirs = open_shard(folder), open_shard(held)
-    assert (theirs.held_out_of, theirs.partition, ours.held_out_of) == (ours.hash, ours.partition, None)
+    assert (theirs.held_out_of, theirs.partition, ours.held_out_of) == (
+        ours.hash,
+        ours.partition,
+        None,
+    )
     record = inspected(tmp_path / "out")
-    assert (record["sizes"], record["held_out"], record["images"]) == ([len(training)], (len(kept),), 80)
+    assert (record["sizes"], record["held_out"], record["images"]) == (
+        [len(training)],
+        (len(kept),),
+        80,
+    )
     assert (record["held_out_share"], find_shards(tmp_path / "out")) == (0.4, [folder])
 
 
@@ -178,8 +201,13 @@ def test_a_share_that_leaves_too_few_is_refused(
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
     for shards, share in ((1, 0.19), (1, 0.81), (2, 0.399)):
         told = refusal(partition, many, tmp_path / "none", shards, held_out=share)
-        assert f"80 images are too few for `shards` {shards} and `held_out` {share:g}, to have 16 on" in told
-    assert "`held_out` 1.0: must be below 1" in refusal(partition, many, tmp_path / "none", 1, held_out=1.0)
+        assert (
+            f"80 images are too few for `shards` {shards} and `held_out` {share:g}, to have 16 on"
+            in told
+        )
+    assert "`held_out` 1.0: must be below 1" in refusal(
+        partition, many, tmp_path / "none", 1, held_out=1.0
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"one"}
 
 
@@ -210,7 +238,9 @@ def test_a_shard_that_chance_leaves_nothing_to_train_on_is_told(tmp_path: Path) 
     assert "has 0 images left to train on and needs 16" in told
 
 
-def test_copies_are_kept_on_one_side_whatever_their_files(many: Path, tmp_path: Path, hddm: Command) -> None:
+def test_copies_are_kept_on_one_side_whatever_their_files(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
     images, out = copied(many, tmp_path), tmp_path / "out"
     for path in sorted(images.rglob("0?.png")):
         for end in ("a.png", "b.bmp"):
@@ -220,7 +250,9 @@ def test_copies_are_kept_on_one_side_whatever_their_files(many: Path, tmp_path: 
     record = inspected(out)
     kept = sum(record["held_out"])
     assert (code, record["copies"], record["images"]) == (0, 40, 120)
-    assert f"{kept} of 120 images, {100 * kept / 120:.1f} % (--held-out 0.4 is exact only on" in told
+    assert (
+        f"{kept} of 120 images, {100 * kept / 120:.1f} % (--held-out 0.4 is exact only on" in told
+    )
     assert "40 images are copies of others; equal images are kept together" in told
     groups = check_data(out).duplicates
     assert sum(len(group) - 1 for group in groups) == 40

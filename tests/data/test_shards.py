@@ -100,7 +100,8 @@ def test_a_changed_or_missing_image_is_refused_by_name(shard: Path) -> None:
 def test_a_file_in_place_of_a_shard_is_called_one(shard: Path) -> None:
     file = shard / "manifest.json"
     assert (
-        refusal(open_shard, file) == f"{file}: is a file, and a shard is a folder; hddm partition writes one"
+        refusal(open_shard, file)
+        == f"{file}: is a file, and a shard is a folder; hddm partition writes one"
     )
 
 
@@ -122,7 +123,11 @@ def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -
         entries = _entries(shard)
         entries[0]["file"] = name
         _rewrite(shard, entries)
-        told = "link.png: is a link to .*outside" if name == "link.png" else "points outside the folder"
+        told = (
+            "link.png: is a link to .*outside"
+            if name == "link.png"
+            else "points outside the folder"
+        )
         assert re.search(told, refusal(open_shard, shard))
 
 
@@ -189,7 +194,9 @@ def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", images)
     write_vae(tmp_path / "vae", "tiny")
     for vae in (None, tmp_path / "vae"):
-        stored = open_shard(encode(tmp_path / "source", tmp_path / f"out-{vae is None}", 4, vae=vae)).stored
+        stored = open_shard(
+            encode(tmp_path / "source", tmp_path / f"out-{vae is None}", 4, vae=vae)
+        ).stored
         digests = [stored.digest(row) for row in range(16)]
         assert digests[9] == digests[2]
         assert len(set(digests)) == 15
@@ -249,7 +256,9 @@ def _opened_once(encoded: Path, tmp_path: Path) -> Path:
 DATA = [f"data-{k:05d}.safetensors" for k in range(4)]
 
 
-def test_files_that_are_untouched_are_hashed_once(encoded: Path, hashed: list[str], tmp_path: Path) -> None:
+def test_files_that_are_untouched_are_hashed_once(
+    encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
     folder = _opened_once(encoded, tmp_path)
     assert sorted(hashed) == DATA
     before = open_shard(encoded).images
@@ -287,7 +296,9 @@ def test_a_file_written_just_now_is_hashed_again(
     assert not (folder / verified.HASHES).exists()
 
 
-def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(
+    encoded: Path, tmp_path: Path
+) -> None:
     record = json.loads((encoded / "manifest.json").read_text())
     changes: list[tuple[str, dict[str, object]]] = [
         ("points outside", {"data": [{**record["data"][0], "file": "../x"}, *record["data"][1:]]}),

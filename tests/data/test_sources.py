@@ -60,7 +60,9 @@ def level(content: bytes) -> int:
 
 def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path) -> None:
     files = {"b/1.png": 20, "a/2.PNG": 10, "a/deep/1.png": 30}
-    write(tmp_path, {name: encoded(value) for name, value in files.items()} | {"notes.txt": b"none"})
+    write(
+        tmp_path, {name: encoded(value) for name, value in files.items()} | {"notes.txt": b"none"}
+    )
     source = open_source(tmp_path)
     assert values(source) == files
     assert (source.classes, source.labels, source.captions) == (("a", "b"), (0, 0, 1), None)
@@ -69,7 +71,9 @@ def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path)
     assert (flat.classes, flat.labels, len(flat)) == ((), None, 4)
 
 
-def test_files_that_are_no_images_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_no_images_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = {"a/1.png": "PNG", "a/2.gif": "GIF", "b/3.TIF": "TIFF", "b/4.tiff": "TIFF"}
     write(tmp_path, {name: encoded(7, kind) for name, kind in names.items()})
     (tmp_path / "sampling.json").write_text("{}")
@@ -101,16 +105,25 @@ def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
     assert (source.classes, source.labels) == (("cat", "dog"), (1, 0, 1))
     write_metadata(
         tmp_path,
-        *({"file_name": f"{name}.png", "label": k} for name, k in {"x/1": 3, "2": 0, "3": 0}.items()),
+        *(
+            {"file_name": f"{name}.png", "label": k}
+            for name, k in {"x/1": 3, "2": 0, "3": 0}.items()
+        ),
     )
     source = open_source(tmp_path)
-    assert (source.labels, source.classes, source.captions) == ((0, 0, 3), ("0", "1", "2", "3"), None)
+    assert (source.labels, source.classes, source.captions) == (
+        (0, 0, 3),
+        ("0", "1", "2", "3"),
+        None,
+    )
 
 
 def test_two_caption_columns_need_a_choice(tmp_path: Path) -> None:
     write(tmp_path, {"1.png": encoded(1)})
     write_metadata(tmp_path, {"file_name": "1.png", "text": "a", "caption": "b", "prompt": "c"})
-    assert "has columns text and caption; choose one with `caption_column`" in refusal(open_source, tmp_path)
+    assert "has columns text and caption; choose one with `caption_column`" in refusal(
+        open_source, tmp_path
+    )
     for column, text in (("text", "a"), ("caption", "b"), ("prompt", "c")):
         assert open_source(tmp_path, column).captions == (text,)
     message = refusal(open_source, tmp_path, caption_column="promt")
@@ -132,8 +145,14 @@ def test_metadata_that_does_not_fit_its_images_lists_them(tmp_path: Path) -> Non
         ([{"file_name": "1.png"}, {"file_name": "./1.png"}], "line 2 names 1.png again"),
         ([["1.png"]], "line 1: holds no JSON object"),
         ([{"file_name": "1.png", "text": "a"}, {"file_name": "2.png"}], "2.png has caption none"),
-        ([{"file_name": "1.png", "label": 10**12}, {"file_name": "2.png"}], "1.png has label 10000"),
-        ([{"file_name": "1.png", "label": "a"}, {"file_name": "2.png", "label": 1}], "2.png has label 1"),
+        (
+            [{"file_name": "1.png", "label": 10**12}, {"file_name": "2.png"}],
+            "1.png has label 10000",
+        ),
+        (
+            [{"file_name": "1.png", "label": "a"}, {"file_name": "2.png", "label": 1}],
+            "2.png has label 1",
+        ),
     ],
 )
 def test_a_spoilt_line_of_metadata_is_named(rows: list[Any], told: str, tmp_path: Path) -> None:
@@ -172,10 +191,21 @@ def test_missing_empty_and_mixed_folders_are_refused(tmp_path: Path) -> None:
 def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "part" / "b.tar",
-        {"2.PNG": encoded(20), "2.txt": b"two\n", "2.cls": b"2", "2.seg.png": encoded(99), "README": b"-"},
+        {
+            "2.PNG": encoded(20),
+            "2.txt": b"two\n",
+            "2.cls": b"2",
+            "2.seg.png": encoded(99),
+            "README": b"-",
+        },
     )
     # Parts of a sample need not lie together, and a folder of its own has a name of its own.
-    files = {"./1.cls": b"0\n", "1.jpg": encoded(10, "JPEG"), "x.y/1.png": encoded(30), "1.txt": b"one"}
+    files = {
+        "./1.cls": b"0\n",
+        "1.jpg": encoded(10, "JPEG"),
+        "x.y/1.png": encoded(30),
+        "1.txt": b"one",
+    }
     files |= {"x.y/1.txt": b"three", "x.y/1.cls": b"1", "._1.jpg": b"no image"}
     write_tar(tmp_path / "a.tar", files)
     source = open_source(tmp_path)
@@ -196,7 +226,11 @@ def test_one_tar_is_a_source_by_itself_with_json_beside_each_image(tmp_path: Pat
 
 
 def test_a_txt_goes_before_the_json_as_img2dataset_writes_both(tmp_path: Path) -> None:
-    files = {"1.png": encoded(1), "1.txt": b"short", "1.json": b'{"caption": "short too", "alt": "long"}'}
+    files = {
+        "1.png": encoded(1),
+        "1.txt": b"short",
+        "1.json": b'{"caption": "short too", "alt": "long"}',
+    }
     path = write_tar(tmp_path / "a.tar", files)
     assert open_source(path).captions == ("short",)
     assert open_source(path, "caption").captions == ("short too",)
@@ -205,10 +239,14 @@ def test_a_txt_goes_before_the_json_as_img2dataset_writes_both(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["../1.png", "/1.png", "a/../../1.png", "a\\1.png", "a\n.png"])
 def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
-    assert repr(name)[1:-1] in refusal(open_source, write_tar(tmp_path / "a.tar", {name: encoded(1)}))
+    assert repr(name)[1:-1] in refusal(
+        open_source, write_tar(tmp_path / "a.tar", {name: encoded(1)})
+    )
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
+)
 def test_links_and_devices_are_refused_by_name(kind: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
@@ -295,16 +333,24 @@ def test_the_hugging_face_layout_gives_images_class_names_and_captions(tmp_path:
 
 
 def test_the_layout_of_cifar_is_read_by_its_declared_columns(tmp_path: Path) -> None:
-    columns = {"img": pa.array(rows_of([1, 2]), IMAGE), "fine_label": [4, 2], "thumbnail": [b"no", b"image"]}
+    columns = {
+        "img": pa.array(rows_of([1, 2]), IMAGE),
+        "fine_label": [4, 2],
+        "thumbnail": [b"no", b"image"],
+    }
     classes = {"names": list("abcde"), "_type": "ClassLabel"}
-    path = write_parquet(tmp_path / "a.parquet", columns, {"img": {"_type": "Image"}, "fine_label": classes})
+    path = write_parquet(
+        tmp_path / "a.parquet", columns, {"img": {"_type": "Image"}, "fine_label": classes}
+    )
     source = open_source(path)
     assert values(source) == {"00000000.img": 1, "00000001.img": 2}
     assert (source.labels, source.classes) == ((4, 2), tuple("abcde"))
     columns["coarse_label"] = [0, 1]
     both = {"img": {"_type": "Image"}, "fine_label": classes, "coarse_label": classes}
     write_parquet(path, columns, both)
-    assert "fine_label and coarse_label; choose one with `label_column`" in refusal(open_source, path)
+    assert "fine_label and coarse_label; choose one with `label_column`" in refusal(
+        open_source, path
+    )
     assert open_source(path, label_column="coarse_label").labels == (0, 1)
 
 
@@ -351,9 +397,13 @@ def test_what_does_not_fit_is_named(columns: dict[str, Any], told: str, tmp_path
     assert told in refusal(open_source, write_parquet(tmp_path / "a.parquet", columns))
 
 
-def test_labels_outside_the_declared_classes_and_files_of_several_sets_are_refused(tmp_path: Path) -> None:
+def test_labels_outside_the_declared_classes_and_files_of_several_sets_are_refused(
+    tmp_path: Path,
+) -> None:
     features = {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
-    path = write_parquet(tmp_path / "a.parquet", {"image": [b"x", b"y"], "label": [0, -1]}, features)
+    path = write_parquet(
+        tmp_path / "a.parquet", {"image": [b"x", b"y"], "label": [0, -1]}, features
+    )
     assert "00000001.img has label -1 of 2 classes" in refusal(open_source, path)
     write_parquet(tmp_path / "a" / "1.parquet", {"image": [b"x"]})
     write_parquet(tmp_path / "a" / "2.parquet", {"image": [b"x"], "label": [1]})
@@ -375,7 +425,9 @@ def test_a_file_that_states_more_rows_than_it_has_is_named(kind: Any, tmp_path: 
         path.write_bytes(content[:place] + b"\x0e" + content[place + 1 :])
         try:
             source = open_source(path)
-            assert [source.read(i) for i in range(len(source.files))] == [encoded(k) for k in (1, 2, 3)]
+            assert [source.read(i) for i in range(len(source.files))] == [
+                encoded(k) for k in (1, 2, 3)
+            ]
         except HddmError as error:
             refused += "rows where its row groups state" in str(error)
     assert refused >= 2

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hddm.evaluation.compare import Contrast, Figure, Gap, figure_rows, gap_over_seeds, holm, verdicts
+from hddm.evaluation.compare import (
+    Contrast,
+    Figure,
+    Gap,
+    figure_rows,
+    gap_over_seeds,
+    holm,
+    verdicts,
+)
 from hddm.evaluation.results import read_groups, refuse_incomparable
 from tests.artefacts import Command
 
@@ -28,15 +36,34 @@ RESULT: dict[str, Any] = {
         {"split": "held_out", "distance": {"value": 22.0, "half_width": 1.5, "few_images": False}},
     ],
     "diversity": 0.9,
-    "memorisation": {"ratio": 1.1, "half_width": 0.1, "share_near": 0.04, "few_images": False, "copies": 0},
+    "memorisation": {
+        "ratio": 1.1,
+        "half_width": 0.1,
+        "share_near": 0.04,
+        "few_images": False,
+        "copies": 0,
+    },
     "within_conditions": {"distance": "features", "conditions": 2, "images": 3.0, "reference": 4.0},
-    "features": {"name": "classifier", "dimensions": 64, "hash": "aa", "resize": "none", "device": "cpu"},
+    "features": {
+        "name": "classifier",
+        "dimensions": 64,
+        "hash": "aa",
+        "resize": "none",
+        "device": "cpu",
+    },
     "data": {
         "images": {**SIDE, "hash": "0"},
         "reference": {**SIDE, "hash": "r"},
         "held_out": {**SIDE, "hash": "h"},
     },
-    "sampling": {"source": "a", "seed": 0, "steps": 50, "solver": "euler", "guidance_scale": 1.0, "start": 0},
+    "sampling": {
+        "source": "a",
+        "seed": 0,
+        "steps": 50,
+        "solver": "euler",
+        "guidance_scale": 1.0,
+        "start": 0,
+    },
     "comparable": True,
     "reasons": [],
 }
@@ -50,7 +77,11 @@ def _write(path: Path, number: int, **changes: Any) -> Path:
         part: Any = result
         *above, last = key.split("__")
         for name in above:
-            part = part[name] if isinstance(part, dict) else next(one for one in part if one["split"] == name)
+            part = (
+                part[name]
+                if isinstance(part, dict)
+                else next(one for one in part if one["split"] == name)
+            )
         part[last] = value
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result))
@@ -65,7 +96,9 @@ def _refused(hddm: Command, *arguments: object) -> str:
     return err
 
 
-def test_results_with_different_settings_are_refused_with_the_list(tmp_path: Path, hddm: Command) -> None:
+def test_results_with_different_settings_are_refused_with_the_list(
+    tmp_path: Path, hddm: Command
+) -> None:
     a = _write(tmp_path / "a.json", 1)
     b = _write(
         tmp_path / "b.json",
@@ -104,7 +137,12 @@ def test_a_setting_that_only_one_result_has_is_a_difference(tmp_path: Path, hddm
     assert f"cfg_channels: not recorded in {a}; 3 in {b}" in _refused(hddm, a, b)
     # Older samples have the default of what only a mask uses.
     old, new = (
-        _write(tmp_path / f"{value}.json", 6, sampling__resampling_steps=value, data__images__hash=f"{value}")
+        _write(
+            tmp_path / f"{value}.json",
+            6,
+            sampling__resampling_steps=value,
+            data__images__hash=f"{value}",
+        )
         for value in (10, None)
     )
     assert hddm("compare", old, new)[0] == 0
@@ -113,13 +151,20 @@ def test_a_setting_that_only_one_result_has_is_a_difference(tmp_path: Path, hddm
     assert hddm("compare", a, unknown, "--varies", "sampling")[0] == 0
     # Classes count by number and name.
     named = [
-        _write(tmp_path / f"{names[0]}.json", k, sampling__class_labels=[0, 1], sampling__class_names=names)
+        _write(
+            tmp_path / f"{names[0]}.json",
+            k,
+            sampling__class_labels=[0, 1],
+            sampling__class_names=names,
+        )
         for k, names in enumerate((["cat", "dog"], ["ship", "truck"]), 4)
     ]
     assert 'class_labels: ["0 (cat)", "1 (dog)"]' in _refused(hddm, *named)
 
 
-def test_what_is_marked_as_not_comparable_is_refused_with_its_reasons(tmp_path: Path, hddm: Command) -> None:
+def test_what_is_marked_as_not_comparable_is_refused_with_its_reasons(
+    tmp_path: Path, hddm: Command
+) -> None:
     few = "too few images: 64 features, and sides of 48, 48"
     a = _write(tmp_path / "a.json", 1)
     b = _write(tmp_path / "b.json", 2, comparable=False, reasons=[few])
@@ -150,7 +195,9 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
     result = _write(tmp_path / "a.json", 1, comparable=False, reasons=["too few images"])
     code, out, _ = hddm("compare", result)
     assert code == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line
+    ]
     shown = {name: value for name, value, meaning in rows[2:] if meaning}
     assert shown["Fréchet distance to held-out images"] == "22.00 ± 1.5"
     assert shown["precision on training images"] == "0.8000 ± 0.039"
@@ -174,7 +221,9 @@ def _distance(value: float, half_width: float = 1.0, few: bool = False) -> dict[
     return {"value": value, "half_width": half_width, "few_images": few}
 
 
-def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
+def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(
+    tmp_path: Path, hddm: Command
+) -> None:
     values = {"flow": [20.0, 21.0, 25.0], "mixed": [10.0, 11.1, 14.9]}
     for name, found in values.items():
         for seed, value in enumerate(found):
@@ -197,18 +246,24 @@ def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path,
     assert "of one model" not in out
 
 
-def test_several_results_of_one_model_say_nothing_about_training(tmp_path: Path, hddm: Command) -> None:
+def test_several_results_of_one_model_say_nothing_about_training(
+    tmp_path: Path, hddm: Command
+) -> None:
     for seed in range(3):
         for name, source in (("a", "a"), ("c", f"c{seed}")):
             changes = {"sampling__source": source, "sampling__seed": seed}
             _write(tmp_path / name / f"{seed}.json", ord(name) * 10 + seed, **changes)
     out = hddm("compare", tmp_path / "a", tmp_path / "c")[1]
-    assert f"All results of {tmp_path / 'a'} are of one model: s is over sampling seeds alone." in out
+    assert (
+        f"All results of {tmp_path / 'a'} are of one model: s is over sampling seeds alone." in out
+    )
     assert f"All results of {tmp_path / 'c'}" not in out
     assert "Noise: the intervals over images." in out
 
 
-def test_figures_that_a_result_lacks_and_nearest_ratios_of_two_kinds_are_left_out(tmp_path: Path) -> None:
+def test_figures_that_a_result_lacks_and_nearest_ratios_of_two_kinds_are_left_out(
+    tmp_path: Path,
+) -> None:
     def named(*files: Path) -> list[str]:
         return [line.name for line in figure_rows(read_groups(files))]
 
@@ -227,7 +282,9 @@ def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
     a, b = (_write(tmp_path / f"{k}.json", k, splits__held_out__overlap=all_in) for k in (1, 2))
     found = {line.path: line.figures[0].half_width for line in figure_rows(read_groups([a, b]))}
-    assert found["splits.held_out.overlap.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
+    assert found["splits.held_out.overlap.precision"] == pytest.approx(
+        1.96**2 / 160 / (1 + 1.96**2 / 80)
+    )
     assert found["splits.held_out.overlap.recall"] == pytest.approx(0.1070, abs=1e-4)
 
 

@@ -39,7 +39,11 @@ from tests.artefacts import CLASSES, Command, draw, load_images, refusal, write_
 
 
 def _scorer(
-    features: FeatureExtractor, training: torch.Tensor, fresh: torch.Tensor | None, *rest: Any, **options: Any
+    features: FeatureExtractor,
+    training: torch.Tensor,
+    fresh: torch.Tensor | None,
+    *rest: Any,
+    **options: Any,
 ) -> Scorer:
     sides = [Side("training", training), *([] if fresh is None else [Side("held_out", fresh)])]
     return Scorer(features, sides, *rest, **options)
@@ -47,7 +51,9 @@ def _scorer(
 
 NOISE = torch.Generator().manual_seed(0)
 ROWS = torch.randn(60, 8, generator=NOISE)
-FLAT = FeatureExtractor(FeaturesRecord(name="pixels", dimensions=16), lambda images: images.flatten(1))
+FLAT = FeatureExtractor(
+    FeaturesRecord(name="pixels", dimensions=16), lambda images: images.flatten(1)
+)
 
 
 def test_diversity_is_relative_to_the_reference() -> None:
@@ -68,7 +74,9 @@ def _memory(samples: torch.Tensor, training: torch.Tensor, held_out: torch.Tenso
     return memorisation(nearest_distances(samples, training), nearest_distances(held_out, training))
 
 
-@pytest.mark.parametrize(("samples", "held_out", "ratio"), [(1.0, 2.0, 0.5), (3.0, 1.0, 3.0), (1.5, 1.5, 1)])
+@pytest.mark.parametrize(
+    ("samples", "held_out", "ratio"), [(1.0, 2.0, 0.5), (3.0, 1.0, 3.0), (1.5, 1.5, 1)]
+)
 def test_the_nearest_ratio_is_one_where_samples_lie_like_fresh_images(
     samples: float, held_out: float, ratio: float
 ) -> None:
@@ -80,7 +88,10 @@ def test_repeated_training_images_have_a_ratio_of_zero() -> None:
     fresh = torch.rand(50, 1, 8, 8, generator=NOISE)
     repeated = _memory(images[50:120], images, fresh)
     assert (repeated.ratio, repeated.share_near, repeated.few_images) == (0, 1, False)
-    assert (repeated.copies, _memory(fresh, images, torch.cat([fresh, images[:3]])).copies) == (0, 3)
+    assert (repeated.copies, _memory(fresh, images, torch.cat([fresh, images[:3]])).copies) == (
+        0,
+        3,
+    )
     assert _memory(fresh, images, fresh).ratio == 1
     assert "hold others out" in refusal(_memory, fresh, images, images[:40])
 
@@ -108,8 +119,12 @@ def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> Non
 
 
 def test_nearest_distances_are_exact_over_many_chunks() -> None:
-    rows, others = (torch.randint(0, 256, (n, 1, 3, 3), generator=NOISE).byte() for n in (1500, 9000))
-    expected = [(others.double() - row.double()).square().sum((1, 2, 3)).min().sqrt() for row in rows[::300]]
+    rows, others = (
+        torch.randint(0, 256, (n, 1, 3, 3), generator=NOISE).byte() for n in (1500, 9000)
+    )
+    expected = [
+        (others.double() - row.double()).square().sum((1, 2, 3)).min().sqrt() for row in rows[::300]
+    ]
     np.testing.assert_allclose(nearest_distances(rows, others)[::300].numpy(), expected, rtol=1e-6)
     assert (nearest_distances(others[-3:], others) == 0).all()
 
@@ -118,7 +133,8 @@ def test_the_ratio_of_few_images_has_a_wide_interval_that_holds_the_truth() -> N
     """Distances are drawn from one distribution, so the true ratio is 1."""
     draws = np.random.default_rng(0)
     found = [
-        memorisation(*(torch.from_numpy(draws.gamma(4.0, size=20)) for _ in range(2))) for _ in range(400)
+        memorisation(*(torch.from_numpy(draws.gamma(4.0, size=20)) for _ in range(2)))
+        for _ in range(400)
     ]
     inside = np.mean([abs(one.ratio - 1) <= one.half_width for one in found])
     assert 0.88 < inside < 0.98
@@ -207,7 +223,9 @@ def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     assert within.images < torch.pdist(to_unit_range(samples).flatten(1)).mean()
 
 
-def test_precision_and_recall_of_real_images_are_those_of_training_images_and_as_many(home: Path) -> None:
+def test_precision_and_recall_of_real_images_are_those_of_training_images_and_as_many(
+    home: Path,
+) -> None:
     training, held_out = draw("columns", 300, 0), draw("columns", 200, 1)
     scorer = _scorer(FLAT, training, held_out, resamples=2)
     own, fresh = scorer.score(draw("columns", 50, 2)).splits
@@ -233,7 +251,10 @@ def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: 
         classes=CLASSES,
         domains={"c": [0], "r": [1]},
     )
-    samples, asked = torch.cat([draw("columns", 90, 20, 8), draw("rows", 30, 21, 8)]), torch.arange(120) // 60
+    samples, asked = (
+        torch.cat([draw("columns", 90, 20, 8), draw("rows", 30, 21, 8)]),
+        torch.arange(120) // 60,
+    )
     scores = scorer.score(samples, asked)
     assert [(one.domain, one.images, one.share) for one in scores.domains] == [
         ("c", 90, 0.75),
@@ -241,9 +262,16 @@ def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: 
     ]
     first, second = scores.domains
     # 30 samples are fewer than the features have dimensions.
-    assert [one.distance is None for one in (*first.splits, *second.splits)] == [False, False, True, True]
+    assert [one.distance is None for one in (*first.splits, *second.splits)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     rows = extractor.features(to_unit_range(samples[:90])).double().numpy()
-    assert first.splits[1].distance == measure(rows, extractor.features(fresh[:80]).double().numpy(), 2)
+    assert first.splits[1].distance == measure(
+        rows, extractor.features(fresh[:80]).double().numpy(), 2
+    )
     assert first.splits[1].overlap.recall > 0.8
     assert scores.label_accuracy == pytest.approx(90 / 120)
     assert scores.recognised.classes == {"columns": 90, "rows": 30}
@@ -278,7 +306,9 @@ def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: 
         assert _side(folder).record.images == 4
     domains = {"a": ("dogs",)}
     told = "no class dogs; classes are columns, rows"
-    assert told in refusal(evaluate, images, images, features="classifier", domain=domains, allow_few=True)
+    assert told in refusal(
+        evaluate, images, images, features="classifier", domain=domains, allow_few=True
+    )
     assert "settings are chosen by one" in refusal(
         evaluate, images, images, validation=images, held_out=images
     )
@@ -293,13 +323,22 @@ def _samples(folder: Path, num: int = 70, **record: object) -> Path:
     folder.mkdir()
     for index in range(num):
         save_png(draw(CLASSES[index % 2], 1, 100 + index)[0], folder / f"{index:05d}.png")
-    sampling = {"format": "1.1", "source": "model", "num_images": num, "start": 0, "seed": 3, "steps": 20}
+    sampling = {
+        "format": "1.1",
+        "source": "model",
+        "num_images": num,
+        "start": 0,
+        "seed": 3,
+        "steps": 20,
+    }
     sampling |= {"class_labels": [0, 1], "prompts": [], "expert_use": [{"long": "table"}], **record}
     (folder / SAMPLING_FILE).write_text(json.dumps(sampling))
     return folder
 
 
-def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tmp_path: Path) -> None:
+def test_a_result_says_all_that_its_figures_depend_on(
+    many: Path, home: Path, tmp_path: Path
+) -> None:
     samples, fresh = _samples(tmp_path / "samples"), tmp_path / "fresh"
     fresh.mkdir()
     for index, image in enumerate(draw("rows", 80, 500)):
@@ -371,8 +410,12 @@ def test_conditions_in_folders_are_matched_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path, hddm: Command) -> None:
-    file, first, second = (tmp_path / name for name in ("c.safetensors", "first.json", "second.json"))
+def test_a_classifier_is_saved_and_shared(
+    many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
+    file, first, second = (
+        tmp_path / name for name in ("c.safetensors", "first.json", "second.json")
+    )
     options = ["evaluate", _samples(tmp_path / "samples"), "--reference", many]
     saved = [*options, "--features", "classifier", "--save-classifier", file, "--out", first]
     assert hddm(*saved)[:2] == (0, f"{first}: comparable\n")

@@ -37,7 +37,9 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
     assert one.record.images == record["held_out"][0]
     # All of them, in another order.
     partition(many, tmp_path / "plain", 2)
-    whole, folder = (read_data({"reference": path})["reference"] for path in (tmp_path / "plain", many))
+    whole, folder = (
+        read_data({"reference": path})["reference"] for path in (tmp_path / "plain", many)
+    )
     assert whole.record.hash == folder.record.hash
     assert whole.images.classes == folder.images.classes
     rows = [folder.images.files.index(name.split("/images/")[1]) for name in whole.images.files]
@@ -45,7 +47,9 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
     assert whole.images.labels.equal(folder.images.labels[rows])
 
 
-def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, tmp_path: Path) -> None:
+def test_encoded_pixels_are_brought_back_and_latents_are_refused(
+    shards: Path, tmp_path: Path
+) -> None:
     encode(shards, tmp_path / "pixels")
     for role in ("reference", "held_out"):
         images, encoded = (read_data({role: path})[role] for path in (shards, tmp_path / "pixels"))
@@ -53,7 +57,9 @@ def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, t
         assert encoded.images.pixels.equal(images.images.pixels)
         assert encoded.images.labels.equal(images.images.labels)
     write_vae(tmp_path / "vae")
-    latents = encode(write_partition(tmp_path / "colour"), tmp_path / "latents", vae=tmp_path / "vae")
+    latents = encode(
+        write_partition(tmp_path / "colour"), tmp_path / "latents", vae=tmp_path / "vae"
+    )
     told = "holds latents, and figures are of pixels; name the partition"
     assert told in refusal(read_data, {"reference": latents})
 
@@ -73,7 +79,9 @@ def test_samples_that_are_named_as_held_out_images_are_these(
     fresh = getattr(result.data, role)
     assert result.data.images == fresh
     assert (
-        result.images == fresh.images == sum(json.loads((shards / "partition.json").read_text())["held_out"])
+        result.images
+        == fresh.images
+        == sum(json.loads((shards / "partition.json").read_text())["held_out"])
     )
     assert result.data.reference.hash != fresh.hash
     assert result.to(role).value == pytest.approx(0, abs=1e-4)
@@ -111,7 +119,8 @@ def test_images_that_are_trained_on_are_not_taken_for_fresh_ones(
     ]
     every = refusal(read_data, {"reference": many, role: many})
     assert (
-        f"`{role}` {many}: all its images are also training images of {many}, such as columns/00.png" in every
+        f"`{role}` {many}: all its images are also training images of {many}, such as columns/00.png"
+        in every
     )
     # A model may copy what it was trained on.
     read_data({"images": fresh, "reference": many})
@@ -122,7 +131,9 @@ def test_shards_that_were_trained_on_are_not_taken_for_held_out_ones(
 ) -> None:
     partition(many, tmp_path / "again", 1)
     for one in (shards / "shard_0", shards / "shard_1" / "images", tmp_path / "again" / "shard_0"):
-        assert "are also training images" in refusal(read_data, {"reference": shards, "held_out": one})
+        assert "are also training images" in refusal(
+            read_data, {"reference": shards, "held_out": one}
+        )
     read_data({"reference": shards, "held_out": shards / "held_out" / "shard_0"})
     # Of another partition of the same images.
     partition(many, tmp_path / "other", 1, held_out=0.4)
@@ -132,7 +143,9 @@ def test_shards_that_were_trained_on_are_not_taken_for_held_out_ones(
 def test_settings_are_not_confirmed_on_images_that_chose_them(many: Path, tmp_path: Path) -> None:
     fresh = write_images(tmp_path / "fresh", per_class=20, seed=50)
     told = refusal(read_data, {"reference": many, "validation": fresh, "held_out": fresh / "rows"})
-    assert f"`held_out` {fresh / 'rows'}: all its images are also validation images of {fresh}" in told
+    assert (
+        f"`held_out` {fresh / 'rows'}: all its images are also validation images of {fresh}" in told
+    )
     partition(many, tmp_path / "shards", 1, held_out=0.3)
     told = refusal(
         read_data, {"validation": tmp_path / "shards", "held_out": tmp_path / "shards" / "held_out"}

@@ -42,7 +42,9 @@ PAIRS = [
     pytest.param(_gaussian(1, 3), _gaussian(2, 3), id="3"),
     pytest.param(_gaussian(1, 64), _gaussian(2, 64), id="64"),
     pytest.param(
-        Gaussian.of(_features(1, 500, 16)), Gaussian.of(_features(2, 400, 16, 1.3, 0.5)), id="samples"
+        Gaussian.of(_features(1, 500, 16)),
+        Gaussian.of(_features(2, 400, 16, 1.3, 0.5)),
+        id="samples",
     ),
 ]
 
@@ -100,7 +102,8 @@ def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> No
     target = Gaussian.of(reference)
     measured = measure(_features(1, 400, 4, shift=0.4), reference, resamples=300)
     others = [
-        frechet_distance(Gaussian.of(_features(seed, 400, 4, shift=0.4)), target) for seed in range(2, 302)
+        frechet_distance(Gaussian.of(_features(seed, 400, 4, shift=0.4)), target)
+        for seed in range(2, 302)
     ]
     assert measured.half_width == pytest.approx(1.96 * np.std(others), rel=0.3)
     assert abs(measured.value - np.mean(others)) < 2 * measured.half_width
@@ -151,7 +154,9 @@ def test_its_mean_is_the_same_at_any_number_of_images() -> None:
     zero, one = (0, 1, 0), (1, 2, 4)
     truth = expected(zero, zero) + expected(one, one) - 2 * expected(zero, one)
     for num, draws in ((5, 5000), (50, 1000)):
-        values = [squared_mmd(_rows(2 * s, num, 1), _rows(2 * s + 1, num, 1, 1.0)) for s in range(draws)]
+        values = [
+            squared_mmd(_rows(2 * s, num, 1), _rows(2 * s + 1, num, 1, 1.0)) for s in range(draws)
+        ]
         assert abs(np.mean(values) - truth) < 4 * np.std(values) / draws**0.5
 
 

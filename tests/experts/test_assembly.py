@@ -38,7 +38,11 @@ def all_three(trio: Trio) -> Path:
 
 
 def test_folders_and_fields_are_refused_by_one_rule(tmp_path: Path) -> None:
-    made = [flow_expert(0), flow_expert(1, sample_size=8), flow_expert(2, {"noise_range": (0.5, 1)})]
+    made = [
+        flow_expert(0),
+        flow_expert(1, sample_size=8),
+        flow_expert(2, {"noise_range": (0.5, 1)}),
+    ]
     folders = [saved(tmp_path / str(k), one) for k, one in enumerate(made)]
     of_folders = _refusal(folders, tmp_path / "out", "moments", strategy="full")
     fields = [field_of(one) for one in made]
@@ -53,7 +57,10 @@ def test_folders_and_fields_are_refused_by_one_rule(tmp_path: Path) -> None:
 def _refusal(*arguments: Any, **options: Any) -> list[str]:
     with pytest.raises(HddmError) as caught:
         assemble(*arguments, **options)
-    assert str(caught.value).splitlines()[0] == "these parts do not fit together, and nothing was written:"
+    assert (
+        str(caught.value).splitlines()[0]
+        == "these parts do not fit together, and nothing was written:"
+    )
     return list(caught.value.details)
 
 
@@ -65,7 +72,10 @@ def test_experts_in_any_order_and_number_get_their_outputs_of_the_router(
 ) -> None:
     assemble([trio.experts[k] for k in order], tmp_path / "some", trio.router, strategy="full")
     whole, some = load_ensemble(all_three), load_ensemble(tmp_path / "some")
-    x_t, t = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 5)
+    x_t, t = (
+        torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.linspace(0, 1, 5),
+    )
     of_all = whole.router(x_t, t)[:, list(order)]
     torch.testing.assert_close(some.router(x_t, t), of_all / of_all.sum(1, keepdim=True))
     labels = torch.zeros(5, dtype=torch.long)
@@ -87,10 +97,14 @@ def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> Non
     assert facts.class_prior == ((0.25, 0.5, 0.25), (0.25, 0.5, 0.25))
 
 
-def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
+def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(
+    trio: Trio, tmp_path: Path
+) -> None:
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     (line,) = _refusal([trio.experts[0], lost], tmp_path / "out", trio.router)
-    assert line.startswith(f"{trio.router}: distinguishes 3 shards, and there are 2 experts; {lost}")
+    assert line.startswith(
+        f"{trio.router}: distinguishes 3 shards, and there are 2 experts; {lost}"
+    )
     assert _refusal([trio.experts[2], lost, trio.experts[0]], tmp_path / "out", trio.router) == [
         f"{trio.experts[2]}: was trained on the shard of output 2 of {trio.router}, not 0",
         f"{trio.experts[0]}: was trained on the shard of output 0 of {trio.router}, not 2",
@@ -99,11 +113,15 @@ def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: T
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("shifts", "expected"), [((3.0, 3.0, 3.0), 3.0), ((1.0, 3.0, 3.0), 1.0)], ids=str)
+@pytest.mark.parametrize(
+    ("shifts", "expected"), [((3.0, 3.0, 3.0), 3.0), ((1.0, 3.0, 3.0), 1.0)], ids=str
+)
 def test_the_shift_is_the_common_one(
     shifts: tuple[float, ...], expected: float, trio: Trio, tmp_path: Path
 ) -> None:
-    experts = [variant(e, tmp_path / e.name, shift=s) for e, s in zip(trio.experts, shifts, strict=True)]
+    experts = [
+        variant(e, tmp_path / e.name, shift=s) for e, s in zip(trio.experts, shifts, strict=True)
+    ]
     notes = assemble(experts, tmp_path / "out", trio.router)
     scheduler = read_json(tmp_path / "out" / SCHEDULER_FILE)
     assert derived(tmp_path / "out").shift == scheduler["shift"] == expected
@@ -120,7 +138,12 @@ def _latent(source: Path, target: Path, **changes: Any) -> Path:
     shutil.copytree(source, target)
     (target / CALIBRATION).unlink()
     channels, side, _ = record["sample_shape"]
-    sizes = {"in_channels": channels, "sample_size": side, "num_classes": 2, "text_dim": TEXT["width"]}
+    sizes = {
+        "in_channels": channels,
+        "sample_size": side,
+        "num_classes": 2,
+        "text_dim": TEXT["width"],
+    }
     ExpertTransformer(**FLOW | sizes).save_pretrained(target)
     edit_json(target / EXPERT_FILE, **record)
     return target
@@ -129,7 +152,11 @@ def _latent(source: Path, target: Path, **changes: Any) -> Path:
 def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path: Path) -> None:
     """The weights are gone, so what is told comes from the records."""
     first, second = (_latent(trio.experts[k], tmp_path / f"{k}") for k in (0, 1))
-    shard = facts_of(trio.experts[2])["shard"] | {"partition": "c" * 64, "num_shards": 5, "hash": "d" * 64}
+    shard = facts_of(trio.experts[2])["shard"] | {
+        "partition": "c" * 64,
+        "num_shards": 5,
+        "hash": "d" * 64,
+    }
     other = _latent(
         trio.experts[2],
         tmp_path / "other",
@@ -141,7 +168,9 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         shard=shard,
     )
     of_one = facts_of(trio.experts[0])["shard"] | {"class_images": []}
-    pixels = variant(trio.experts[0], tmp_path / "pixels", classes=["columns"], null_class=1, shard=of_one)
+    pixels = variant(
+        trio.experts[0], tmp_path / "pixels", classes=["columns"], null_class=1, shard=of_one
+    )
     given = [first, second, other, pixels]
     for folder in given:
         (folder / WEIGHTS).unlink()
@@ -164,7 +193,9 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
 
 def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:
     known = _latent(trio.experts[0], tmp_path / "known")
-    unknown = _latent(trio.experts[1], tmp_path / "unknown", vae=None, text_encoder=None, latent_scale=None)
+    unknown = _latent(
+        trio.experts[1], tmp_path / "unknown", vae=None, text_encoder=None, latent_scale=None
+    )
     notes = assemble([known, unknown], tmp_path / "out")
     for what in ("VAE", "text encoder", "latent_scale"):
         assert f"{unknown} does not record its {what}; taken on trust" in notes
@@ -188,7 +219,9 @@ def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: 
 def test_chosen_experts_need_a_share(trio: Trio, tmp_path: Path) -> None:
     assemble(trio.experts[:2], tmp_path / "out", share={"e0": 0.0, "e1": 1.0})
     assert load_ensemble(tmp_path / "out", experts=[1]).prior.tolist() == [1.0]
-    assert "prior must be 1 non-negative numbers" in refusal(load_ensemble, tmp_path / "out", experts=[0])
+    assert "prior must be 1 non-negative numbers" in refusal(
+        load_ensemble, tmp_path / "out", experts=[0]
+    )
 
 
 def _components(root: Path, vae: dict[str, Any], clip: dict[str, Any]) -> dict[str, Path]:
@@ -226,11 +259,18 @@ def test_components_are_held_against_what_the_experts_record(trio: Trio, tmp_pat
     expert = _latent(trio.experts[0], tmp_path / "expert")
     vae, text = _refusal([expert], tmp_path / "out", **parts)
     assert vae.startswith(f"{parts['vae']}: 8 latent channels, and {expert} has 4; fingerprint ")
-    assert vae.endswith(f"scale 0.5, and {expert} records 0.18215; shift 0.25, and {expert} records 0.0")
-    assert text == f"{parts['text_encoder']}: is the text encoder of none of these experts; leave it out"
+    assert vae.endswith(
+        f"scale 0.5, and {expert} records 0.18215; shift 0.25, and {expert} records 0.0"
+    )
+    assert (
+        text
+        == f"{parts['text_encoder']}: is the text encoder of none of these experts; leave it out"
+    )
 
 
-def test_components_without_a_record_are_compared_by_scale_and_width(trio: Trio, tmp_path: Path) -> None:
+def test_components_without_a_record_are_compared_by_scale_and_width(
+    trio: Trio, tmp_path: Path
+) -> None:
     parts = _components(tmp_path, {"scaling_factor": 0.5}, {"width": 16})
     expert = _latent(trio.experts[0], tmp_path / "expert", vae=None, text_encoder=None)
     edit_json(expert / "config.json", text_dim=4096)
@@ -258,7 +298,9 @@ def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_swapped_parts_are_told(outputs: list[int], line: str, all_three: Path, tmp_path: Path) -> None:
+def test_swapped_parts_are_told(
+    outputs: list[int], line: str, all_three: Path, tmp_path: Path
+) -> None:
     folder = copied(all_three, tmp_path)
     edit_members(folder, output=outputs)
     said = refusal(hddm.load, folder)
@@ -266,7 +308,9 @@ def test_swapped_parts_are_told(outputs: list[int], line: str, all_three: Path, 
     assert "assemble it anew" in said
 
 
-def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(trio: Trio, tmp_path: Path) -> None:
+def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(
+    trio: Trio, tmp_path: Path
+) -> None:
     expert, router = copied(trio.experts[0], tmp_path), copied(trio.router, tmp_path)
     before = contents(expert)
     for folder in (expert, router):

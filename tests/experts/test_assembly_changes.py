@@ -30,7 +30,9 @@ def whole(trio: Trio, tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def test_removing_an_expert_equals_assembling_without_it(trio: Trio, whole: Path, tmp_path: Path) -> None:
+def test_removing_an_expert_equals_assembling_without_it(
+    trio: Trio, whole: Path, tmp_path: Path
+) -> None:
     before = load_ensemble(whole)
     of_all = before.router(X, TIMES)[:, [0, 2]]
     labels = {"class_labels": torch.tensor([0, 1, 0, 1, 2])}
@@ -48,7 +50,9 @@ def test_removing_an_expert_equals_assembling_without_it(trio: Trio, whole: Path
     torch.testing.assert_close(after.velocity(X, TIMES, **labels), expected)
 
 
-def test_experts_that_go_and_come_keep_their_router_outputs(trio: Trio, whole: Path, tmp_path: Path) -> None:
+def test_experts_that_go_and_come_keep_their_router_outputs(
+    trio: Trio, whole: Path, tmp_path: Path
+) -> None:
     """What comes back is found by its shard."""
     change(whole, remove=[0])
     change(whole, remove=["0"])
@@ -69,12 +73,16 @@ def test_experts_without_a_shard_record_keep_their_outputs(trio: Trio, whole: Pa
     assert facts.prior == pytest.approx([0.6, 0.4])
     edit_members(whole, share=[None, None])
     lost = variant(trio.experts[0], whole.parent / "lost", shard=None)
-    told = f"the router does not know the shard of {lost} and is left out; the experts' moments route"
+    told = (
+        f"the router does not know the shard of {lost} and is left out; the experts' moments route"
+    )
     assert told in change(whole, add=[lost])
     assert (derived(whole).router, (whole / "router").is_dir()) == ("moments", False)
 
 
-def test_an_expert_of_an_unknown_shard_needs_another_router(trio: Trio, whole: Path, tmp_path: Path) -> None:
+def test_an_expert_of_an_unknown_shard_needs_another_router(
+    trio: Trio, whole: Path, tmp_path: Path
+) -> None:
     change(whole, remove=[2])
     network, record = random_router(2, (1, 4, 4))
     hashes = read_router(trio.router)[1].shard_hashes[:2]
@@ -139,7 +147,9 @@ def test_experts_keep_their_names(trio: Trio, tmp_path: Path, hddm: Command) -> 
     assemble([three / "experts/1", mine], two)
     assert derived(two).names == ("theirs", "mine")
     # What a new expert has in common with an old one does not name one of them.
-    with pytest.raises(HddmError, match=r"`share` theirs: names 2 experts; .*two/experts/0 \(theirs\), "):
+    with pytest.raises(
+        HddmError, match=r"`share` theirs: names 2 experts; .*two/experts/0 \(theirs\), "
+    ):
         change(two, add=[variant(other, tmp_path / "new" / "theirs")], share={"theirs": 0.5})
     # A number is an index, and no name.
     assert "`remove` 7: names no expert" in refusal(change, three, remove=["7"])
@@ -187,7 +197,10 @@ def test_what_a_killed_process_left_in_a_folder_does_not_come_along(whole: Path)
 
 def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
-    with largest_file(20), pytest.raises(HddmError, match=r"whole: cannot be written \(File too large\)"):
+    with (
+        largest_file(20),
+        pytest.raises(HddmError, match=r"whole: cannot be written \(File too large\)"),
+    ):
         change(whole, remove=[0])
     assert contents(tmp_path) == before
 
@@ -206,7 +219,10 @@ def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> N
 def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     before = contents(whole.parent)
     for arguments, message in (
-        ({"remove": [3]}, "`remove` 3: names no expert; choose one of .*/experts/0 .e0., .*/experts/1 "),
+        (
+            {"remove": [3]},
+            "`remove` 3: names no expert; choose one of .*/experts/0 .e0., .*/experts/1 ",
+        ),
         ({"remove": ["-1"]}, "`remove` -1: names no expert"),
         ({"remove": [0, 1, 2]}, "no expert is left"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),

@@ -22,11 +22,15 @@ def _bound(folder: Path) -> bool:
     return bool(read_json(folder / MANIFEST)["files"][FILE_NAME] == sha256_of(folder / FILE_NAME))
 
 
-def test_all_that_calibrates_records_the_hash(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
+def test_all_that_calibrates_records_the_hash(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
     """A second conversion keeps the calibration of the first expert."""
     assert _bound(ddpm_expert)
     write(plan_conversion(ddpm_expert, Conversion()), tmp_path / "converted")
-    continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "on", expert_settings("flow", steps=1))
+    continue_expert(
+        ddpm_expert, shards / "shard_1", tmp_path / "on", expert_settings("flow", steps=1)
+    )
     again = copied(ddpm_expert, tmp_path)
     recalibrate(again, shards / "shard_0", seed=8)
     assert (again / FILE_NAME).read_bytes() != (ddpm_expert / FILE_NAME).read_bytes()
@@ -34,7 +38,9 @@ def test_all_that_calibrates_records_the_hash(shards: Path, ddpm_expert: Path, t
         assert _bound(folder)
 
 
-def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
+def test_no_conversion_takes_over_a_calibration(
+    ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
     expert = copied(ddpm_expert, tmp_path)
     shutil.copyfile(flow_expert / FILE_NAME, expert / FILE_NAME)
     before = contents(tmp_path)
@@ -45,7 +51,9 @@ def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: 
 
 
 @pytest.mark.integration
-def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
+def test_an_expert_is_calibrated_on_its_own_shard(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
     expert, kept = copied(ddpm_expert, tmp_path), copied(shards / "shard_1", tmp_path)
     before = contents(expert)
     with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; use its own images"):

@@ -66,11 +66,23 @@ CASES: dict[str, tuple[list[str], list[int], str]] = {
     "shares later": (["a b c", "--share b=0.5"], [1, 7, 6], "a b c"),
     "a share, then another": (["a b c --share a=0.4", "--share 1=0.3"], [4, 3, 3], "a b c"),
     "unknown ones keep equal parts": (["u v a b --share a=0.4", "--remove b"], [3, 3, 4], "u v a"),
-    "left with shares of zero": (["a b c --share a=0 --share b=0", "--remove c --add d"], [0, 0, 1], "a b d"),
+    "left with shares of zero": (
+        ["a b c --share a=0 --share b=0", "--remove c --add d"],
+        [0, 0, 1],
+        "a b d",
+    ),
     "only a zero share is left": (["a b --share a=0", "--remove b --add c"], [0, 1], "a c"),
     "a pair counts once": (["a p_high p_low"], [2, 3, 3], "a p_high p_low"),
-    "an unknown pair counts once": (["u q_high q_low --domain q_high,q_low"], [2, 1, 1], "u q_high q_low"),
-    "a pair with a share": (["a p_high b p_low --share p_low=0.6"], [1, 3, 3, 3], "a p_high b p_low"),
+    "an unknown pair counts once": (
+        ["u q_high q_low --domain q_high,q_low"],
+        [2, 1, 1],
+        "u q_high q_low",
+    ),
+    "a pair with a share": (
+        ["a p_high b p_low --share p_low=0.6"],
+        [1, 3, 3, 3],
+        "a p_high b p_low",
+    ),
     "a pair with two shares": (
         ["a p_high p_low --share p_low=0.2 --share p_high=0.4"],
         [4, 3, 3],
@@ -118,8 +130,14 @@ CLASSES: dict[str, tuple[list[str], dict[str, list[int]]]] = {
     "one owner": (["cats"], {}),
     "two owners": (["cats dogs"], {"cat": [1, 0], "dog": [2, 3], "fox": [0, 1]}),
     "a share": (["cats dogs --share cats=0.5"], {"cat": [1, 0], "dog": [1, 1], "fox": [0, 1]}),
-    "a third without counts": (["cats dogs same"], {"cat": [3, 0, 5], "dog": [2, 3, 10], "fox": [0, 1, 0]}),
-    "one of an unknown shard": (["cats none"], {"cat": [1, 0], "dog": [1, 0], "fox": [0, 1], "owl": [0, 1]}),
+    "a third without counts": (
+        ["cats dogs same"],
+        {"cat": [3, 0, 5], "dog": [2, 3, 10], "fox": [0, 1, 0]},
+    ),
+    "one of an unknown shard": (
+        ["cats none"],
+        {"cat": [1, 0], "dog": [1, 0], "fox": [0, 1], "owl": [0, 1]},
+    ),
     "added": (["cats", "--add dogs"], {"cat": [1, 0], "dog": [2, 3], "fox": [0, 1]}),
     "removed": (["cats dogs same", "--remove dogs"], {"cat": [3, 5], "dog": [1, 5]}),
     "share later": (
@@ -143,7 +161,9 @@ def _run(commands: list[str], experts: Path, out: Path, hddm: Command) -> None:
     calls = [[*folders, "--out", out, *(separator + options).split()]]
     for change in changes:
         words = change.split()
-        added = [experts / word if before == "--add" else word for before, word in pairwise(["", *words])]
+        added = [
+            experts / word if before == "--add" else word for before, word in pairwise(["", *words])
+        ]
         calls.append([out, *added])
     for call in calls:
         code, _, err = hddm("assemble", *call)

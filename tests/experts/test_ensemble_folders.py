@@ -37,7 +37,9 @@ def test_a_loaded_ensemble_has_the_velocity_of_its_parts(
         assert torch.equal(together.velocity(X, TIMES), apart.velocity(X, TIMES))
 
 
-def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, tmp_path: Path) -> None:
+def test_an_ensemble_outlives_the_folders_that_it_was_made_from(
+    ensemble: Path, tmp_path: Path
+) -> None:
     parts = [copied(ensemble / "experts" / k, tmp_path) for k in "01"]
     router = copied(ensemble / "router", tmp_path)
     assemble(parts, tmp_path / "new", router)
@@ -48,7 +50,9 @@ def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, 
     assert torch.equal(hddm.sample(hddm.load(tmp_path / "moved"), 4, steps=3), before)
 
 
-def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
+def test_an_ensemble_is_replaced_only_when_asked(
+    ddpm_expert: Path, ensemble: Path, tmp_path: Path
+) -> None:
     out = copied(ensemble, tmp_path)
     before = contents(out)
     assert "overwrite=True" in refusal(assemble, [ddpm_expert], out)
@@ -87,7 +91,9 @@ def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(
 
 def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_path: Path) -> None:
     snapshot = into_hub_cache(copied(ensemble, tmp_path), tmp_path / "models--me--mine")
-    found, expected = (hddm.sample(hddm.load(folder), 2, steps=2) for folder in (snapshot, ensemble))
+    found, expected = (
+        hddm.sample(hddm.load(folder), 2, steps=2) for folder in (snapshot, ensemble)
+    )
     assert torch.equal(found, expected)
 
 
@@ -96,9 +102,15 @@ def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_p
     [
         ({"strategie": "full"}, "unknown key 'strategie'; did you mean 'strategy'?"),
         ({"format": "3.0"}, "format 3.0 is newer"),
-        ({"format": "1.5"}, "format 1.5 is no longer read; assemble it anew from its parts: hddm a"),
+        (
+            {"format": "1.5"},
+            "format 1.5 is no longer read; assemble it anew from its parts: hddm a",
+        ),
         ({"strategy": "top-3"}, "top-3 needs 3 experts"),
-        ({"experts": [{"folder": "experts/0"}, {"folder": "experts/2"}]}, "there is no such folder"),
+        (
+            {"experts": [{"folder": "experts/0"}, {"folder": "experts/2"}]},
+            "there is no such folder",
+        ),
         ({"experts": [{"folder": "experts/0", "share": -0.5}]}, "key 'experts.0.share'"),
     ],
     ids=str,
@@ -111,7 +123,9 @@ def test_an_ensemble_that_is_not_understood_is_refused_in_one_line(
     assert message in refusal(hddm.load, folder)
 
 
-def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Path, tmp_path: Path) -> None:
+def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(
+    ensemble: Path, tmp_path: Path
+) -> None:
     pipeline = hddm.HDDMPipeline.from_pretrained(ensemble)
     pipeline.ensemble.strategy = "top-2"
     pipeline.save_pretrained(tmp_path / "top")
@@ -120,12 +134,19 @@ def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Pa
 
 def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_path: Path) -> None:
     older = copied(ensemble, tmp_path)
-    edit_json(older / "ensemble.json", format="1.5", experts=["experts/0", "experts/1"], prior=[0.5, 0.5])
+    edit_json(
+        older / "ensemble.json", format="1.5", experts=["experts/0", "experts/1"], prior=[0.5, 0.5]
+    )
     assert "assemble it anew from its parts" in refusal(hddm.load, older)
     assemble(
-        [older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", strategy="nucleus-0.9"
+        [older / "experts" / k for k in "01"],
+        tmp_path / "anew",
+        older / "router",
+        strategy="nucleus-0.9",
     )
-    found, expected = (hddm.sample(hddm.load(one), 3, steps=2) for one in (tmp_path / "anew", ensemble))
+    found, expected = (
+        hddm.sample(hddm.load(one), 3, steps=2) for one in (tmp_path / "anew", ensemble)
+    )
     assert torch.equal(found, expected)
 
 

@@ -73,7 +73,10 @@ def test_a_loaded_expert_has_the_velocity_that_was_saved(
     }
     expert = new_expert(1, facts, in_channels=1, num_classes=3)
     if calibrated:
-        moments, times = Moments.of(to_unit_range(load_images(images).pixels)), torch.linspace(0, 1, 7)
+        moments, times = (
+            Moments.of(to_unit_range(load_images(images).pixels)),
+            torch.linspace(0, 1, 7),
+        )
         expert = replace(
             expert, calibration=Calibration(moments, times, torch.rand(7, len(moments.variances)))
         )
@@ -127,11 +130,15 @@ def test_a_device_that_is_not_there_is_one_line(flow_expert: Path, ensemble: Pat
 
 def test_a_folder_is_sampled_as_what_it_holds(flow_expert: Path, ensemble: Path) -> None:
     for folder in (flow_expert, str(ensemble)):
-        assert torch.equal(hddm.sample(folder, 2, steps=1), hddm.sample(hddm.load(folder), 2, steps=1))
+        assert torch.equal(
+            hddm.sample(folder, 2, steps=1), hddm.sample(hddm.load(folder), 2, steps=1)
+        )
     assert "there is no such folder" in refusal(hddm.sample, "nowhere", 2)
 
 
-def test_what_loading_and_sampling_return_is_shown_in_a_short_line(flow_expert: Path, ensemble: Path) -> None:
+def test_what_loading_and_sampling_return_is_shown_in_a_short_line(
+    flow_expert: Path, ensemble: Path
+) -> None:
     field, mixed = hddm.load(flow_expert), hddm.load(ensemble)
     assert repr(field) == "<VelocityField of a network that predicts sample, samples (1, 4, 4)>"
     assert repr(mixed) == "<Ensemble of 2 experts, nucleus-0.9, a router, samples (1, 4, 4)>"
@@ -147,20 +154,32 @@ def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: P
     for read in readers:
         message = refusal(read, checkpoint)
         assert "it is a file, and a model is a folder" in message
-        assert message.endswith(f"hddm convert {checkpoint} --out EXPERT makes an expert of a checkpoint")
-        assert refusal(read, flow_expert / WEIGHTS).endswith(f"a model is a folder; name {flow_expert}")
+        assert message.endswith(
+            f"hddm convert {checkpoint} --out EXPERT makes an expert of a checkpoint"
+        )
+        assert refusal(read, flow_expert / WEIGHTS).endswith(
+            f"a model is a folder; name {flow_expert}"
+        )
 
 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("expert.json", {"objektive": "flow"}, "unknown key 'objektive'; did you mean 'objective'?"),
+        (
+            "expert.json",
+            {"objektive": "flow"},
+            "unknown key 'objektive'; did you mean 'objective'?",
+        ),
         ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.6; upgrade"),
         ("expert.json", {"prediction_type": "noise"}, "key 'prediction_type' (is 'noise')"),
         ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),
         ("config.json", {"width": 3}, "has no key 'width'"),
-        ("config.json", {"_class_name": "SanaTransformer2DModel"}, "holds a SanaTransformer2DModel"),
+        (
+            "config.json",
+            {"_class_name": "SanaTransformer2DModel"},
+            "holds a SanaTransformer2DModel",
+        ),
         ("config.json", None, "config.json: no such file"),
         (WEIGHTS, None, f"{WEIGHTS}: no such file"),
         ("expert.json", None, "neither an expert folder (expert.json) nor"),
@@ -169,7 +188,12 @@ def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: P
     ],
 )
 def test_a_folder_that_is_not_understood_is_refused(
-    file: str, change: dict[str, object] | None, message: str, flow_expert: Path, router: Path, tmp_path: Path
+    file: str,
+    change: dict[str, object] | None,
+    message: str,
+    flow_expert: Path,
+    router: Path,
+    tmp_path: Path,
 ) -> None:
     path = copied(router if file.startswith("router/") else flow_expert, tmp_path) / Path(file).name
     if change is None:
@@ -226,7 +250,9 @@ def test_a_weaker_self_is_kept_in_bfloat16_and_guides(tmp_path: Path) -> None:
     weak = new_expert(0, in_channels=1)
     weak.network.load_state_dict(rounded)
     loaded = hddm.load(tmp_path)
-    strong_v, weak_v = (field_of(one).velocity(X, TIMES) for one in (replace(expert, weak=None), weak))
+    strong_v, weak_v = (
+        field_of(one).velocity(X, TIMES) for one in (replace(expert, weak=None), weak)
+    )
     found = loaded.velocity(X, TIMES, Guidance(3.0, by="weak"))
     torch.testing.assert_close(found, weak_v + 3 * (strong_v - weak_v))
     (tmp_path / WEAK_FILE).write_bytes((tmp_path / WEAK_FILE).read_bytes()[:-1] + b"\0")

@@ -9,7 +9,12 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import (
+    FluxTransformer2DModel,
+    ModelMixin,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -57,7 +62,10 @@ def test_merged_weights_are_the_bases_plus_alpha_over_rank_b_a(base: Path, tmp_p
     for name, weight in load_file(base / WEIGHTS).items():
         expected, module = weight.double(), name.rpartition(".")[0]
         if weight.ndim == 2 and f"{module}.lora_A.weight" in factors:
-            expected = expected + 4 * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+            expected = (
+                expected
+                + 4 * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+            )
             changed += 1
             assert (expected - weight).abs().max() > 0.01
         torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
@@ -91,12 +99,16 @@ def _dit() -> Expert:
     ],
     ids=["ours", "text", "dit"],
 )
-def test_the_merged_network_is_that_of_peft(expert: Expert, given: dict[str, Tensor], tmp_path: Path) -> None:
+def test_the_merged_network_is_that_of_peft(
+    expert: Expert, given: dict[str, Tensor], tmp_path: Path
+) -> None:
     base = write_base(tmp_path / "base", expert)
     folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
     mine, network = open_expert(folder).read(), open_expert(base).read().network
     x, t = states(mine.record.sample_shape)
-    found, plain = (known_family(one).call(one, x, 1000 * t, given) for one in (mine.network, network))
+    found, plain = (
+        known_family(one).call(one, x, 1000 * t, given) for one in (mine.network, network)
+    )
     of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
     expected = known_family(of_peft).call(of_peft, x, 1000 * t, given)
     size = expected.abs().max()
@@ -119,7 +131,8 @@ def test_weights_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", dtype=torch.bfloat16)
     folder = write_adapter(base, tmp_path / "adapter")
     wide, narrow = (
-        open_expert(folder).read(dtype).network.state_dict() for dtype in (torch.float32, torch.bfloat16)
+        open_expert(folder).read(dtype).network.state_dict()
+        for dtype in (torch.float32, torch.bfloat16)
     )
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in wide.values())
     for name, weight in wide.items():
@@ -159,9 +172,13 @@ def test_another_base_is_refused_by_name(base: Path, adapter: Path, tmp_path: Pa
     # Where it was at training it still is.
     assert torch.equal(_velocity(adapter, base=other), _velocity(adapter))
     shutil.copyfile(other / WEIGHTS, base / WEIGHTS)
-    with pytest.raises(HddmError, match=rf"{base / WEIGHTS}: has SHA-256 .*, and {adapter} is an adapter of"):
+    with pytest.raises(
+        HddmError, match=rf"{base / WEIGHTS}: has SHA-256 .*, and {adapter} is an adapter of"
+    ):
         hddm.load(adapter)
-    with pytest.raises(HddmError, match=r"holds no diffusion_pytorch_model.safetensors; a base is an expert"):
+    with pytest.raises(
+        HddmError, match=r"holds no diffusion_pytorch_model.safetensors; a base is an expert"
+    ):
         hddm.load(other, base=adapter)
 
 
@@ -212,12 +229,17 @@ MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
             _tensors(lambda t: [one.fill_(1e25) for one in t.values()]),
             "merged with alpha 2' holds NaN or Inf",
         ),
-        (_record(targets=["layers.0.mlp.9.weight"]), "'layers.0.mlp.9.weight' is no matrix or convolution"),
+        (
+            _record(targets=["layers.0.mlp.9.weight"]),
+            "'layers.0.mlp.9.weight' is no matrix or convolution",
+        ),
         (_record(base="/etc"), "its base is at '/etc', which is no relative path; refused"),
         (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "no such file"),
     ],
 )
-def test_an_adapter_must_fit_its_record(spoil: Callable[[Path], None], message: str, adapter: Path) -> None:
+def test_an_adapter_must_fit_its_record(
+    spoil: Callable[[Path], None], message: str, adapter: Path
+) -> None:
     spoil(adapter)
     said = refusal(hddm.load, adapter)
     assert message in said
@@ -230,7 +252,12 @@ def _small(kind: type[ModelMixin], **config: object) -> ModelMixin:
     return network
 
 
-UNET = {"block_out_channels": (32, 32), "sample_size": 8, "layers_per_block": 1, "norm_num_groups": 8}
+UNET = {
+    "block_out_channels": (32, 32),
+    "sample_size": 8,
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 OWN = ("to_q", "to_k", "to_v", "to_out.0")
 ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -261,7 +288,9 @@ MLP_LAYERS = {"ff.net.0.proj", "ff.net.2"}
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_attention_and_mlps_of_diffusers_networks_are_adapted(network: ModelMixin, leaves: set[str]) -> None:
+def test_attention_and_mlps_of_diffusers_networks_are_adapted(
+    network: ModelMixin, leaves: set[str]
+) -> None:
     found = targets_of(network)
     stems = {_in_block(name).removesuffix(".weight") for name in found}
     assert stems == leaves

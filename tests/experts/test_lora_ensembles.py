@@ -41,14 +41,18 @@ def _velocities(*folders: Path) -> Tensor:
     """Of every expert in each folder."""
     x, t = states()
     models = [hddm.load(folder) for folder in folders]
-    return torch.stack([field.velocity(x, t) for one in models for field in getattr(one, "experts", [one])])
+    return torch.stack(
+        [field.velocity(x, t) for one in models for field in getattr(one, "experts", [one])]
+    )
 
 
 def _files(folder: Path, name: str) -> list[Path]:
     return sorted(path for path in folder.rglob(name) if path.is_file())
 
 
-def test_adapters_share_one_base(base: Path, adapters: list[Path], out: Path, tmp_path: Path) -> None:
+def test_adapters_share_one_base(
+    base: Path, adapters: list[Path], out: Path, tmp_path: Path
+) -> None:
     (weights,) = _files(out, WEIGHTS)
     sha256 = sha256_of(base / WEIGHTS)
     assert weights == out / "bases" / sha256[:16] / WEIGHTS
@@ -63,7 +67,9 @@ def test_adapters_share_one_base(base: Path, adapters: list[Path], out: Path, tm
     assert torch.equal(_velocities(copy), expected)
 
 
-def test_adapters_take_the_weights_of_their_base(base: Path, adapters: list[Path], tmp_path: Path) -> None:
+def test_adapters_take_the_weights_of_their_base(
+    base: Path, adapters: list[Path], tmp_path: Path
+) -> None:
     other = write_base(tmp_path / "other", flow_expert(7))
     folders = [adapters[0], base, other, adapters[1]]
     assemble(folders, tmp_path / "out")
@@ -78,7 +84,9 @@ def test_adapters_take_the_weights_of_their_base(base: Path, adapters: list[Path
     # Added again, they are taken from it.
     change(tmp_path / "out", add=[adapters[2], base], remove=[0])
     assert not (tmp_path / "out" / "bases").exists()
-    assert torch.equal(_velocities(tmp_path / "out"), _velocities(other, adapters[1], adapters[2], base))
+    assert torch.equal(
+        _velocities(tmp_path / "out"), _velocities(other, adapters[1], adapters[2], base)
+    )
     change(tmp_path / "out", remove=[1, 2, 3])
     assert not (tmp_path / "out" / "bases").exists()
     assert len(_files(tmp_path / "out", WEIGHTS)) == 1
@@ -125,7 +133,9 @@ def test_an_ensemble_follows_no_path_out_of_it(base: Path, out: Path) -> None:
     (folder,) = (out / "bases").iterdir()
     folder.rename(out / "away")
     # Where it was at training it still is, but outside of the ensemble.
-    with pytest.raises(HddmError, match=r"experts/0: is an adapter of base .* holds no diffusion_pytorch"):
+    with pytest.raises(
+        HddmError, match=r"experts/0: is an adapter of base .* holds no diffusion_pytorch"
+    ):
         hddm.load(out)
     folder.symlink_to(base)
     assert r"outside the folder; refused" in refusal(hddm.load, out)
@@ -136,7 +146,9 @@ def test_an_ensemble_follows_no_path_out_of_it(base: Path, out: Path) -> None:
     assert r"outside the folder" in refusal(hddm.load, out)
 
 
-def test_a_spoilt_base_is_named(base: Path, adapters: list[Path], tmp_path: Path, hddm: Command) -> None:
+def test_a_spoilt_base_is_named(
+    base: Path, adapters: list[Path], tmp_path: Path, hddm: Command
+) -> None:
     moved = base.rename(tmp_path / "moved")
     code, _, err = hddm("assemble", *adapters, "--out", tmp_path / "out")
     assert code == 1

@@ -43,12 +43,18 @@ def test_every_class_of_the_list_is_read_as_written(ensemble: Path, tmp_path: Pa
         ({"auto_map": {"a": "code.py"}}, "unknown key 'auto_map' (is {'a': 'code.py'})"),
         ({"custom_pipeline": "evil"}, "unknown key 'custom_pipeline' (is 'evil')"),
         ({"text_encoders": [None, None]}, "did you mean 'text_encoder'?"),
-        ({"_class_name": ["my_module", "HDDMPipeline"]}, "_class_name is ['my_module', 'HDDMPipeline']"),
+        (
+            {"_class_name": ["my_module", "HDDMPipeline"]},
+            "_class_name is ['my_module', 'HDDMPipeline']",
+        ),
         ({"experts": ["evil", "ExpertSet"]}, "experts is ['evil', 'ExpertSet'], and may"),
         ({"experts": [None, None]}, "experts is [None, None], and may be ['hddm', 'ExpertSet']"),
         ({"router": [[], {}]}, "router is [[], {}]"),
         ({"scheduler": ["os", "system"]}, "scheduler is ['os', 'system']"),
-        ({"vae": ["diffusers", "AutoencoderDC"]}, "['diffusers', 'AutoencoderKL'] or ['diffusers', 'Auto"),
+        (
+            {"vae": ["diffusers", "AutoencoderDC"]},
+            "['diffusers', 'AutoencoderKL'] or ['diffusers', 'Auto",
+        ),
     ],
     ids=str,
 )

@@ -62,12 +62,19 @@ def test_classes_are_joined_by_name_and_each_expert_is_asked_in_its_numbering(
     assert facts.classes == ("columns", "rows", "dots")
     assert facts.prior == pytest.approx((0.25, 0.75))
     # Of the 15 columns 9 are ours; rows are ours alone, and dots theirs.
-    assert torch.allclose(torch.tensor(facts.class_prior), torch.tensor([[0.6, 0.4], [1, 0], [0, 1]]))
+    assert torch.allclose(
+        torch.tensor(facts.class_prior), torch.tensor([[0.6, 0.4], [1, 0], [0, 1]])
+    )
     ensemble = load_ensemble(tmp_path / "both")
     assert ensemble.classes == facts.classes
     mine, other = hddm.load(ours), hddm.load(theirs)
-    x, t = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((3,), 0.5)
-    found = ensemble.velocity(x, t, expert=torch.tensor([0, 1, 1]), class_labels=torch.tensor([1, 0, 2]))
+    x, t = (
+        torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.full((3,), 0.5),
+    )
+    found = ensemble.velocity(
+        x, t, expert=torch.tensor([0, 1, 1]), class_labels=torch.tensor([1, 0, 2])
+    )
     assert torch.equal(found[:1], mine.velocity(x[:1], t[:1], class_labels=torch.tensor([1])))
     assert torch.equal(found[1:], other.velocity(x[1:], t[1:], class_labels=torch.tensor([1, 0])))
 
@@ -109,27 +116,38 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     half = {str(trio.experts[0]): 0.3, "twin": 0.1}
     assemble(experts, tmp_path / "four", trio.router, strategy="full", share=half)
     assemble(trio.experts, tmp_path / "three", trio.router, strategy="full")
-    x, t = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.linspace(0, 1, 5)
+    x, t = (
+        torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1)),
+        torch.linspace(0, 1, 5),
+    )
     three, four = (load_ensemble(tmp_path / name).weights(x, t) for name in ("three", "four"))
     torch.testing.assert_close(four[:, 0], 0.75 * three[:, 0])
     torch.testing.assert_close(four[:, 3], 0.25 * three[:, 0])
     torch.testing.assert_close(four[:, 1:3], three[:, 1:])
 
 
-def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: Path, hddm: Command) -> None:
+def test_numbers_are_given_names_by_a_file(
+    ours: Path, theirs: Path, tmp_path: Path, hddm: Command
+) -> None:
     edit_json(theirs / "expert.json", classes=[], null_class=2)
     message = refusal(assemble, [ours, theirs], tmp_path / "no")
-    assert f"{theirs}: numbers its classes, and {ours} names them; name them by `classes`" in message
+    assert (
+        f"{theirs}: numbers its classes, and {ours} names them; name them by `classes`" in message
+    )
     names = tmp_path / "names.yaml"
     names.write_text('theirs: {"1": columns}\n')
     both = tmp_path / "both"
-    code, _, err = hddm("assemble", ours, theirs, "--out", both, "--classes", names, "--share", "ours=0.5")
+    code, _, err = hddm(
+        "assemble", ours, theirs, "--out", both, "--classes", names, "--share", "ours=0.5"
+    )
     assert (code, err) == (0, "")
     facts = derived(both)
     assert facts.classes == ("columns", "rows", "0")
     assert (facts.prior, facts.class_lists) == ((0.5, 0.5), ((), ("0", "columns")))
     # Of ours 9 of 12 images are columns, of theirs 6 of 36.
-    assert torch.allclose(torch.tensor(facts.class_prior), torch.tensor([[9 / 11, 2 / 11], [1, 0], [0, 1]]))
+    assert torch.allclose(
+        torch.tensor(facts.class_prior), torch.tensor([[9 / 11, 2 / 11], [1, 0], [0, 1]])
+    )
     assert load_ensemble(both).experts[1].classes == ("0", "columns")
     # What was given stays when another expert goes.
     change(both, remove=[0])
@@ -137,14 +155,19 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
     assert contents(theirs) == contents(both / "experts/0")
 
 
-def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
+def test_what_an_expert_without_classes_makes_can_be_named(
+    ours: Path, theirs: Path, tmp_path: Path
+) -> None:
     theirs = _unconditional(theirs)
     notes = assemble([ours, theirs], tmp_path / "both")
     assert f"{theirs} has no classes, so no class goes to it; name its own by `classes`" in notes
     assert derived(tmp_path / "both").class_prior == ((1, 0), (1, 0))
     assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
     facts = derived(tmp_path / "named")
-    assert (facts.classes, facts.class_prior) == (("columns", "rows", "dots"), ((1, 0), (1, 0), (0, 1)))
+    assert (facts.classes, facts.class_prior) == (
+        ("columns", "rows", "dots"),
+        ((1, 0), (1, 0), (0, 1)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +213,9 @@ def test_names_are_read_as_they_are_written_in_one_form_of_unicode(tmp_path: Pat
         "b": {207: "golden retriever", 8: "x"},
     }
     for form in ("NFC", "NFD"):
-        (tmp_path / "names.yaml").write_text(unicodedata.normalize(form, "a: {caf\u00e9: ros\u00e9}"))
+        (tmp_path / "names.yaml").write_text(
+            unicodedata.normalize(form, "a: {caf\u00e9: ros\u00e9}")
+        )
         assert read_classes(tmp_path / "names.yaml") == {"a": {"caf\u00e9": "ros\u00e9"}}
 
 
@@ -231,7 +256,9 @@ def test_overlaps_of_shards_are_told(ours: Path, theirs: Path, tmp_path: Path) -
         shard = facts_of(expert)["shard"] | {"images": len(own), "sketch": sketch_of(own)}
         edit_json(expert / "expert.json", shard=shard)
     (note,) = (
-        one for one in assemble([ours, theirs], tmp_path / "both") if "overlap" in one or "about" in one
+        one
+        for one in assemble([ours, theirs], tmp_path / "both")
+        if "overlap" in one or "about" in one
     )
     found = re.fullmatch(rf"about (\d+)% of the images of {ours} are those of {theirs}, too", note)
     # 150 of 600, from 128 hashes of the 850 of both: a deviation of 1.7 times 3.4 %.

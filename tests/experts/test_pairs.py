@@ -28,7 +28,9 @@ def pair(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of shard 0: a DDPM expert for high noise, and one of flow matching for low noise."""
     root = tmp_path_factory.mktemp("pair")
     for name, objective, part in (("high", "ddpm", (0.6, 1)), ("low", "flow", (0, 0.6))):
-        train_expert(shards / "shard_0", root / name, expert_settings(objective, steps=4, noise_range=part))
+        train_expert(
+            shards / "shard_0", root / name, expert_settings(objective, steps=4, noise_range=part)
+        )
     return [root / "high", root / "low"]
 
 
@@ -72,14 +74,24 @@ def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     expected = p[..., :1] * _as_one(high, low) + p[..., 1:] * other.velocity(X, TIMES)
     assert relative_error(model.velocity(X, TIMES), expected) < 1e-5
     described = inspect_model(mixed)
-    assert (described["domains"], described["noise_ranges"]) == ((0, 1, 0), ["0.6:1", "0:1", "0:0.6"])
+    assert (described["domains"], described["noise_ranges"]) == (
+        (0, 1, 0),
+        ["0.6:1", "0:1", "0:0.6"],
+    )
 
 
 @pytest.mark.integration
-def test_a_pair_that_a_pipeline_saved_is_sampled_to_the_same_bytes(mixed: Path, tmp_path: Path) -> None:
+def test_a_pair_that_a_pipeline_saved_is_sampled_to_the_same_bytes(
+    mixed: Path, tmp_path: Path
+) -> None:
     HDDMPipeline.from_pretrained(mixed).save_pretrained(tmp_path / "again")
     assert derived(tmp_path / "again").domains == (0, 1, 0)
-    given = {"num_images_per_prompt": 6, "num_inference_steps": 8, "output_type": "latent", "seed": 3}
+    given = {
+        "num_images_per_prompt": 6,
+        "num_inference_steps": 8,
+        "output_type": "latent",
+        "seed": 3,
+    }
     for strategy in ("draw", "full"):
         expected = hddm.sample(load_ensemble(mixed), 6, 3, 8, strategy=strategy)
         for folder in (mixed, tmp_path / "again"):
@@ -95,7 +107,9 @@ def test_the_command_line_samples_a_pair_whichever_of_it_is_named(
         options = ("--steps", 5, "--num-images", 3, "--expert", expert)
         code, _, err = hddm("sample", mixed, "--out", tmp_path / f"by_{expert}", *options)
         assert (code, err) == (0, "")
-        made.append({k: one for k, one in contents(tmp_path / f"by_{expert}").items() if k.endswith(".png")})
+        made.append(
+            {k: one for k, one in contents(tmp_path / f"by_{expert}").items() if k.endswith(".png")}
+        )
         use = json.loads((tmp_path / f"by_{expert}/sampling.json").read_text())["expert_use"]
         # Of the times 1, 0.8, 0.6, 0.4 and 0.2.
         assert use["shares"] == pytest.approx([0.6, 0.0, 0.4])
@@ -113,7 +127,9 @@ def test_the_command_line_samples_a_pair_whichever_of_it_is_named(
 def test_ranges_that_do_not_cover_t_once_are_refused(
     parts: list[tuple[float, float]], words: str, pair: list[Path], tmp_path: Path
 ) -> None:
-    folders = [variant(pair[0], tmp_path / str(k), noise_range=part) for k, part in enumerate(parts)]
+    folders = [
+        variant(pair[0], tmp_path / str(k), noise_range=part) for k, part in enumerate(parts)
+    ]
     before = contents(tmp_path)
     message = refusal(assemble, folders, tmp_path / "out")
     assert words in message
@@ -133,22 +149,30 @@ def test_experts_without_a_shard_are_a_domain_where_that_is_said(
     # There is one domain, so nothing has to be known of its share.
     assert (code, err) == (0, "")
     shares = "shares: experts/0 (nameless_high) with experts/1 (nameless_low) 1"
-    assert text.startswith(f"{out}: 2 experts, strategy draw\nthese experts make each image together, each")
+    assert text.startswith(
+        f"{out}: 2 experts, strategy draw\nthese experts make each image together, each"
+    )
     assert text.endswith(f"\n{shares}\n")
     assert (derived(out).domains, derived(out).prior) == ((0, 0), (0.5, 0.5))
     model = load_ensemble(out)
     drawn = torch.tensor([0, 1, 0, 1, 0, 1])
     assert torch.equal(model.velocity(X, TIMES, expert=drawn), _as_one(*model.experts))
-    assert "double" in refusal(assemble, [*nameless, flow_expert], tmp_path / "no", domain=[["0", "1", "2"]])
+    assert "double" in refusal(
+        assemble, [*nameless, flow_expert], tmp_path / "no", domain=[["0", "1", "2"]]
+    )
     other = variant(
-        pair[1], tmp_path / "other", shard=json.loads((flow_expert / "expert.json").read_text())["shard"]
+        pair[1],
+        tmp_path / "other",
+        shard=json.loads((flow_expert / "expert.json").read_text())["shard"],
     )
     message = refusal(assemble, [pair[0], other], tmp_path / "no", domain=[["0", "1"]])
     assert f"{pair[0]} and {other}: are of one domain, and of different shards" in message
     assert not (tmp_path / "no").exists()
 
 
-def test_a_router_that_records_no_shards_counts_domains(nameless: list[Path], tmp_path: Path) -> None:
+def test_a_router_that_records_no_shards_counts_domains(
+    nameless: list[Path], tmp_path: Path
+) -> None:
     network, record = random_router(2, (1, 4, 4))
     (tmp_path / "router").mkdir()
     save_router(tmp_path / "router", network, record.model_copy(update={"shard_hashes": ()}))
@@ -168,16 +192,22 @@ def test_a_router_by_moments_and_shares_count_a_pair_once(
     assemble([*pair, flow_expert], out, "moments", strategy="full", share={"low": 0.8})
     facts = derived(out)
     assert facts.prior == pytest.approx((0.4, 0.4, 0.2))
-    moments = [one.moments for folder in (pair[0], flow_expert) if (one := _field(folder).calibration)]
+    moments = [
+        one.moments for folder in (pair[0], flow_expert) if (one := _field(folder).calibration)
+    ]
     p = MomentsRouter(moments, (0.8, 0.2))(X, TIMES)
     expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 0], p[:, 1]], 1)
     torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
-    message = refusal(assemble, [*pair, flow_expert], tmp_path / "no", share={"high": 0.7, "low": 0.7})
+    message = refusal(
+        assemble, [*pair, flow_expert], tmp_path / "no", share={"high": 0.7, "low": 0.7}
+    )
     assert "the shares sum to 1.4" in message
 
 
 @pytest.mark.integration
-def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path, tmp_path: Path) -> None:
+def test_a_change_keeps_pairs_whole(
+    mixed: Path, pair: list[Path], shards: Path, tmp_path: Path
+) -> None:
     before = contents(mixed)
     notes = change(mixed, remove=[2], out=tmp_path / "whole")
     assert notes[-2:] == ("removed experts/0 (high)", "removed experts/2 (low)")
@@ -200,7 +230,9 @@ def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path,
     assert (facts.domains, facts.outputs) == ((0, 1, 1), (1, 0, 0))
 
 
-def test_domains_that_were_said_stay(nameless: list[Path], flow_expert: Path, tmp_path: Path) -> None:
+def test_domains_that_were_said_stay(
+    nameless: list[Path], flow_expert: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assemble([flow_expert, *nameless], out, domain=[["nameless_low", "nameless_high"]])
     assert derived(out).domains == (0, 1, 1)

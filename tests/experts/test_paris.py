@@ -15,7 +15,13 @@ import hddm
 from hddm.checkpoints.plan import open_checkpoint
 from hddm.experts.assembly import change
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
-from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
+from hddm.experts.paris import (
+    expert_arguments,
+    is_paris,
+    paris_experts,
+    paris_router,
+    router_arguments,
+)
 from hddm.networks.folders import misfits
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.settings import Conversion
@@ -25,7 +31,16 @@ from tests.checkpoint_files import shared_checkpoint
 from tests.component_files import write_clip, write_vae
 from tests.ensemble_files import load_ensemble
 from tests.hostile import grown_by
-from tests.paris_files import EXPERT, EXPERT_FILE, ROUTER, ROUTER_FILE, TEXT, edit, router, write_paris
+from tests.paris_files import (
+    EXPERT,
+    EXPERT_FILE,
+    ROUTER,
+    ROUTER_FILE,
+    TEXT,
+    edit,
+    router,
+    write_paris,
+)
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 T = torch.tensor([0.3, 0.8])
@@ -56,10 +71,14 @@ def test_the_router_has_the_releases_logits(shared: Path, reference: dict[str, T
         probabilities = found(reference["x_t"], reference["t"])
     # Relative: angles of t = 970 hold 6e-5 in float32, and an exponential of another CPU rounds otherwise.
     assert _error(logits, reference["router_logits"]) < 2e-5
-    torch.testing.assert_close(probabilities, reference["router_logits"].softmax(1), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        probabilities, reference["router_logits"].softmax(1), rtol=0, atol=2e-5
+    )
 
 
-def test_a_loaded_release_gives_the_releases_velocity(shared: Path, reference: dict[str, Tensor]) -> None:
+def test_a_loaded_release_gives_the_releases_velocity(
+    shared: Path, reference: dict[str, Tensor]
+) -> None:
     model, states = load_ensemble(shared), (reference["x_t"], reference["t"])
     text = {"encoder_hidden_states": reference["encoder_hidden_states"]}
     against = {"encoder_hidden_states": reference["negative_encoder_hidden_states"]}
@@ -82,7 +101,9 @@ def test_networks_of_a_release_come_back_as_they_were_saved(tmp_path: Path) -> N
         assert torch.equal(field.velocity(X, T, encoder_hidden_states=PROMPT), given)
     probabilities = classifier(X, 1000 * T).softmax(1)
     assert torch.equal(model.router(X, T), probabilities)
-    assert "`experts` [5, -1]: choose from 0 to 2" in refusal(hddm.load, tmp_path, experts=[2, 5, -1])
+    assert "`experts` [5, -1]: choose from 0 to 2" in refusal(
+        hddm.load, tmp_path, experts=[2, 5, -1]
+    )
     some = hddm.load(tmp_path, experts=[2, 0])
     kept = probabilities[:, [2, 0]]
     torch.testing.assert_close(some.router(X, T), kept / kept.sum(1, keepdim=True))
@@ -133,7 +154,9 @@ def test_what_lies_beside_the_experts_is_in_their_record(release: Path) -> None:
     assert (record.shift, record.schedule_source) == (1.0, "arXiv:2510.03434")
 
 
-def test_a_download_in_the_hub_cache_is_read_through_its_links(release: Path, tmp_path: Path) -> None:
+def test_a_download_in_the_hub_cache_is_read_through_its_links(
+    release: Path, tmp_path: Path
+) -> None:
     snapshot = into_hub_cache(release, tmp_path / "models--org--paris")
     assert is_paris(snapshot)
     model = load_ensemble(snapshot)
@@ -152,8 +175,12 @@ def test_a_release_that_was_saved_can_be_changed(release: Path, tmp_path: Path) 
     weights = whole.router(X, T)[:, 1:] / whole.router(X, T)[:, 1:].sum(1, keepdim=True)
     torch.testing.assert_close(kept.router(X, T), weights)
     each = torch.stack([expert.velocity(X, T, **given) for expert in whole.experts[1:]], 1)
-    torch.testing.assert_close(kept.velocity(X, T, **given), (weights[..., None, None, None] * each).sum(1))
-    with pytest.raises(HddmError, match="of a router that records no shards can only be matched by order"):
+    torch.testing.assert_close(
+        kept.velocity(X, T, **given), (weights[..., None, None, None] * each).sum(1)
+    )
+    with pytest.raises(
+        HddmError, match="of a router that records no shards can only be matched by order"
+    ):
         change(saved, add=[copied(saved / "experts" / "0", tmp_path)], out=tmp_path / "more")
 
 
@@ -180,8 +207,14 @@ def _pickled(part: str, name: str) -> Change:
 
 
 CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "no router": (lambda folder: shutil.rmtree(folder / "router"), ("holds no safetensors", "whole release")),
-    "pickles alone": (_pickled("expert_0", "model.pt"), ("holds no safetensors", "pickles are not read")),
+    "no router": (
+        lambda folder: shutil.rmtree(folder / "router"),
+        ("holds no safetensors", "whole release"),
+    ),
+    "pickles alone": (
+        _pickled("expert_0", "model.pt"),
+        ("holds no safetensors", "pickles are not read"),
+    ),
     "a pickle under another name": (
         lambda folder: torch.save({}, folder / "expert_0" / EXPERT_FILE),
         ("it is a pickle", "safetensors version"),
@@ -200,7 +233,8 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "heads that do not divide": (
         lambda folder: save_file(
-            ExpertTransformer(**EXPERT | {"hidden_size": 160}).state_dict(), folder / "expert_0" / EXPERT_FILE
+            ExpertTransformer(**EXPERT | {"hidden_size": 160}).state_dict(),
+            folder / "expert_0" / EXPERT_FILE,
         ),
         ("width of 160", "heads of 72"),
     ),
@@ -210,7 +244,10 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         ),
         ("distinguishes 8 experts", "holds 3"),
     ),
-    "a broken link": (lambda folder: (folder / "vae").symlink_to("absent"), ("vae", "no such file")),
+    "a broken link": (
+        lambda folder: (folder / "vae").symlink_to("absent"),
+        ("vae", "no such file"),
+    ),
 }
 
 
@@ -221,7 +258,13 @@ def test_a_download_that_does_not_fit_together_is_refused(name: str, release: Pa
     _refused(release, *said)
 
 
-LINKS = ("expert_1", f"expert_1/{EXPERT_FILE}", f"router/{ROUTER_FILE}", "scheduler", SCHEDULER_FILE)
+LINKS = (
+    "expert_1",
+    f"expert_1/{EXPERT_FILE}",
+    f"router/{ROUTER_FILE}",
+    "scheduler",
+    SCHEDULER_FILE,
+)
 
 
 @pytest.mark.parametrize("name", [*LINKS, "vae", "text_encoder", "tokenizer"])
@@ -231,7 +274,9 @@ def test_links_that_lead_out_are_refused(name: str, release: Path, tmp_path: Pat
     else:
         (tmp_path / "elsewhere").mkdir()
     (release / name).symlink_to(tmp_path / "elsewhere")
-    assert re.search(f"{name}.* is a link to .*elsewhere, outside the folder", refusal(hddm.load, release))
+    assert re.search(
+        f"{name}.* is a link to .*elsewhere, outside the folder", refusal(hddm.load, release)
+    )
 
 
 def test_a_linked_folder_elsewhere_is_not_even_listed(release: Path, tmp_path: Path) -> None:

@@ -35,10 +35,14 @@ def test_captions_in_common_go_to_experts_as_often_as_they_have_them() -> None:
     prior = counts.sum(1).double()
     router = PromptRouter([topics[0], None, *topics[1:]], [prior[0], 7.0, *prior[1:]], ridge=0)
     found = router(5 * captions)
-    torch.testing.assert_close(found[:, [0, 2, 3]], (counts / counts.sum(0)).T.double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found[:, [0, 2, 3]], (counts / counts.sum(0)).T.double(), rtol=0, atol=1e-6
+    )
     assert not found[:, 1].any()
     # Other shares of experts change p(k | caption) as Bayes' rule has it.
-    expected = (counts.double() / prior[:, None]).T * torch.tensor([1.0, 5.0, 1.0], dtype=torch.float64)
+    expected = (counts.double() / prior[:, None]).T * torch.tensor(
+        [1.0, 5.0, 1.0], dtype=torch.float64
+    )
     found = PromptRouter(topics, [1.0, 5.0, 1.0], ridge=0)(captions)
     torch.testing.assert_close(found, expected / expected.sum(1, keepdim=True), rtol=0, atol=1e-6)
 
@@ -84,7 +88,10 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     topic = Topic.load(tmp_path / "a")
     assert topic is not None
     assert (record.count, topic.record.count) == (1, 2)
-    encoder, tokenizer = (read_text_encoder(texts["text_encoder"]), read_tokenizer(texts["tokenizer"]))
+    encoder, tokenizer = (
+        read_text_encoder(texts["text_encoder"]),
+        read_tokenizer(texts["tokenizer"]),
+    )
     expected = topic_of(embed(encoder, tokenizer, ["a cat", "cats"]).pooled)
     torch.testing.assert_close(topic.means, expected.means, rtol=1e-3, atol=1e-3)
     assert topic.parts.tolist() == [0.5, 0.5]
@@ -176,12 +183,16 @@ def test_padding_of_t5_has_no_effect(two_encoders: Path, tmp_path: Path, hddm: C
     torch.testing.assert_close(field.velocity(x, t, **given), field.velocity(x, t, **short))
     assert (
         field.velocity(x, t, **short)
-        - field.velocity(x, t, **short | {"encoder_hidden_states": short["encoder_hidden_states"] * 2})
+        - field.velocity(
+            x, t, **short | {"encoder_hidden_states": short["encoder_hidden_states"] * 2}
+        )
     ).abs().max() > 1e-4
 
 
 @pytest.mark.integration
-def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+def test_topics_of_two_text_encoders_are_refused(
+    two_encoders: Path, tmp_path: Path, hddm: Command
+) -> None:
     sd, px = _converted(two_encoders, tmp_path, hddm)
     notes = []
     for expert, text in ((sd, "cats"), (px, "dogs")):
@@ -210,7 +221,12 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
     ids=str,
 )
 def test_descriptions_that_cannot_be_made_are_one_line(
-    options: tuple[str, ...], words: str, class_expert: Path, shards: Path, tmp_path: Path, hddm: Command
+    options: tuple[str, ...],
+    words: str,
+    class_expert: Path,
+    shards: Path,
+    tmp_path: Path,
+    hddm: Command,
 ) -> None:
     expert = shutil.copytree(class_expert, tmp_path / "expert")
     (tmp_path / "captions.txt").write_text("a cat\n")
@@ -227,7 +243,9 @@ def test_descriptions_that_cannot_be_made_are_one_line(
 def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> None:
     write_clip(tmp_path)
     latents = {"space": "latents", "latent_scale": None}
-    by_class = flow_expert(0, latents | {"classes": ("dog", "hot dog")}, in_channels=4, num_classes=2)
+    by_class = flow_expert(
+        0, latents | {"classes": ("dog", "hot dog")}, in_channels=4, num_classes=2
+    )
     by_text = text_experts(1)[0]
     for name, expert in (("classes", by_class), ("text", by_text)):
         saved(tmp_path / name, expert)
@@ -236,9 +254,14 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     given = pipe.encode(["a cat", "a Dog!", "hot dogs", "one hot dog"])
     assert given.prior.tolist() == [[0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]]
-    x, t = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((4,), 0.5)
+    x, t = (
+        torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.full((4,), 0.5),
+    )
     found = pipe.ensemble.velocity(x, t, expert=torch.tensor([1, 0, 1, 0]), **given.given)
-    alone = hddm.load(tmp_path / "classes").velocity(x[1::2], t[1::2], class_labels=torch.tensor([0, 1]))
+    alone = hddm.load(tmp_path / "classes").velocity(
+        x[1::2], t[1::2], class_labels=torch.tensor([0, 1])
+    )
     torch.testing.assert_close(found[1::2], alone)
     # What captions say of the expert of text leaves the other its share of what names its classes.
     describe_topic(tmp_path / "both/experts/1", text="a cat, cats")
@@ -257,7 +280,10 @@ def test_a_class_that_a_prompt_names_goes_to_those_who_have_its_images(tmp_path:
     latents = {"space": "latents", "latent_scale": None, "classes": classes}
     for seed, (name, images) in enumerate({"old": (30, 0), "new": (10, 40)}.items()):
         shard = shard_of(name, sum(images), images)
-        saved(tmp_path / name, flow_expert(seed, latents | {"shard": shard}, in_channels=4, num_classes=2))
+        saved(
+            tmp_path / name,
+            flow_expert(seed, latents | {"shard": shard}, in_channels=4, num_classes=2),
+        )
     asked, experts = ["a seven", "one eight"], [tmp_path / "old", tmp_path / "new"]
     assemble(experts, tmp_path / "both")
     # No text encoder is needed to find names.
@@ -280,7 +306,10 @@ def _two_sizes(root: Path) -> list[Path]:
 def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path: Path) -> None:
     both, sizes = tmp_path / "both", _two_sizes(tmp_path)
     notes = assemble(sizes, both)
-    assert "experts make samples of several kinds, so one is drawn per sample, and none are mixed" in notes
+    assert (
+        "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
+        in notes
+    )
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(seed=5, batch_size=8, num_inference_steps=3).images
     widths = {image.width for image in images}
@@ -309,7 +338,9 @@ def _of_another_latent_space(two_encoders: Path, root: Path, hddm: Command) -> N
 
 
 @pytest.mark.integration
-def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+def test_two_latent_spaces_have_a_vae_each(
+    two_encoders: Path, tmp_path: Path, hddm: Command
+) -> None:
     _of_another_latent_space(two_encoders, tmp_path, hddm)
     both = tmp_path / "both"
     assert derived(both).vaes == (0, 1)
@@ -317,7 +348,9 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
     images = pipe(["a cat"] * 6, seed=1, num_inference_steps=2).images
     chosen = {}
     for k, folder in enumerate((tmp_path / "a", tmp_path / "b")):
-        own = HDDMPipeline.from_pretrained(folder)(["a cat"] * 6, seed=1, num_inference_steps=2).images
+        own = HDDMPipeline.from_pretrained(folder)(
+            ["a cat"] * 6, seed=1, num_inference_steps=2
+        ).images
         for i, (one, image) in enumerate(zip(own, images, strict=True)):
             if one.tobytes() == image.tobytes():
                 chosen[i] = k
@@ -352,7 +385,9 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
 
 
 @pytest.mark.integration
-def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+def test_of_two_latent_spaces_either_can_go(
+    two_encoders: Path, tmp_path: Path, hddm: Command
+) -> None:
     _of_another_latent_space(two_encoders, tmp_path, hddm)
     for k, kept in ((0, "vae_2"), (1, "vae")):
         change(tmp_path / "both", remove=[k], out=tmp_path / f"without_{k}")

@@ -51,10 +51,14 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
 
 
 @pytest.mark.integration
-def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path, held_out: Path) -> None:
+def test_a_trained_expert_is_accepted_by_images_kept_from_it(
+    class_expert: Path, held_out: Path
+) -> None:
     verdict = verify_expert(class_expert, held_out)
     assert (verdict.accepted, verdict.notes, verdict.images) == (True, [], 24)
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in class_expert.iterdir()}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in class_expert.iterdir()
+    }
     assert verdict.files == files
     assert verdict.denoising is not None
     assert verdict.denoising.margin > 3 * verdict.denoising.deviation
@@ -63,7 +67,9 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
 
 
 @pytest.mark.integration
-def test_an_expert_for_a_part_of_t_is_judged_there(whole: Path, held_out: Path, tmp_path: Path) -> None:
+def test_an_expert_for_a_part_of_t_is_judged_there(
+    whole: Path, held_out: Path, tmp_path: Path
+) -> None:
     settings = expert_settings("flow", steps=100, batch_size=64, noise_range=(0.6, 1.0))
     train_expert(whole, tmp_path / "expert", settings)
     verdict = verify_expert(tmp_path / "expert", held_out)
@@ -113,7 +119,11 @@ def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_r
 def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     """A DDPM UNet, trained a little by a loop of diffusers, and converted with ``whole`` to try it on."""
     folder = tmp_path_factory.mktemp("unet")
-    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "norm_num_groups": 8}
+    blocks = {
+        "down_block_types": ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "norm_num_groups": 8,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = UNet2DModel(4, 1, 1, layers_per_block=1, block_out_channels=(32,), **blocks)
@@ -207,12 +217,18 @@ def test_no_reading_is_taken_for_better_by_chance_or_for_want_of_training(
             assert judging.misread(field, few, 0) is None
 
 
-def _changed(expert: Path, parent: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> Path:
+def _changed(
+    expert: Path, parent: Path, file: str, change: Callable[[dict[str, Tensor]], object]
+) -> Path:
     """A copy of an expert, its tensors in ``file`` changed in place and recorded as its own."""
     folder = copied(expert, parent)
     tensors = {name: value.clone() for name, value in load_file(folder / file).items()}
     change(tensors)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file, {"format": "pt"})
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        folder / file,
+        {"format": "pt"},
+    )
     seal(folder)
     return folder
 
@@ -227,7 +243,9 @@ def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
         tensors["mean"] += 3
         tensors["class_means"] += 3
 
-    (problem,) = verify_expert(_changed(class_expert, tmp_path, CALIBRATION, spoil), held_out).problems
+    (problem,) = verify_expert(
+        _changed(class_expert, tmp_path, CALIBRATION, spoil), held_out
+    ).problems
     assert problem.startswith("at t = 0.99 its error is ")
     assert "its calibration is damaged; copy the expert again" in problem
 
@@ -241,7 +259,10 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code(
     next((damaged / "images").rglob("*.png")).write_bytes(b"spoilt")
     for options, told in (
         ((folder, "--data", shards / "shard_0"), "use its own images"),
-        ((folder, "--data", shards), f"none of its 2 shards is that of {folder}, which is of shard "),
+        (
+            (folder, "--data", shards),
+            f"none of its 2 shards is that of {folder}, which is of shard ",
+        ),
         ((folder, "--data", damaged), "its content changed since the partition"),
         ((router,), "holds no expert.json, nor does a folder in it"),
     ):
@@ -295,7 +316,9 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     checkpoint = {"layout": "diffusers-folder", "files": {"a": "b"}, "options": {}, "hddm": "1"}
     edit_json(experts / "expert_10" / "expert.json", shard=None, source=checkpoint)
     out = hddm("verify", experts, "--data", data)[1]
-    assert f"{experts}/expert_10: passed; it records no shard, so it was not tested on images" in out
+    assert (
+        f"{experts}/expert_10: passed; it records no shard, so it was not tested on images" in out
+    )
 
 
 @pytest.mark.parametrize("variance", [0.1, 2.0])
@@ -307,7 +330,9 @@ def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -
 
     def exact(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         t = timestep.view(-1, 1, 1, 1)
-        posterior = mean + (1 - t) * variance / ((1 - t) ** 2 * variance + t**2) * (x - (1 - t) * mean)
+        posterior = mean + (1 - t) * variance / ((1 - t) ** 2 * variance + t**2) * (
+            x - (1 - t) * mean
+        )
         return (x - posterior) / t
 
     field = VelocityField(exact, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))

@@ -16,7 +16,13 @@ from tests.component_files import write_vae
 
 @pytest.mark.parametrize("kind", ["expert", "router", "ensemble", "shard", "partition"])
 def test_inspect_tells_what_a_folder_is(
-    kind: str, ddpm_expert: Path, router: Path, ensemble: Path, whole: Path, shards: Path, hddm: Command
+    kind: str,
+    ddpm_expert: Path,
+    router: Path,
+    ensemble: Path,
+    whole: Path,
+    shards: Path,
+    hddm: Command,
 ) -> None:
     folders = {"expert": ddpm_expert, "router": router, "ensemble": ensemble, "shard": whole}
     folder = (folders | {"partition": shards})[kind]
@@ -25,7 +31,9 @@ def test_inspect_tells_what_a_folder_is(
     assert (code, facts["kind"]) == (0, kind)
     lines = hddm("inspect", folder)[1].splitlines()
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == list(facts)
-    assert not [line for line in lines if any(sign in line for sign in ("(", "[", "{", '"', "None", "True"))]
+    assert not [
+        line for line in lines if any(sign in line for sign in ("(", "[", "{", '"', "None", "True"))
+    ]
 
 
 FIRST = {
@@ -53,19 +61,27 @@ def test_an_encoded_partition_is_called_so_with_its_vae_and_scale(
     shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
     write_vae(tmp_path / "vae")
-    for name, options in (("latents", ("--vae", tmp_path / "vae", "--resolution", 8)), ("pixels", ())):
+    for name, options in (
+        ("latents", ("--vae", tmp_path / "vae", "--resolution", 8)),
+        ("pixels", ()),
+    ):
         assert hddm("encode", shards, "--out", tmp_path / name, *options)[0] == 0
         facts = json.loads(hddm("inspect", tmp_path / name, "--json")[1])
         assert (facts["kind"], facts["encoding"]["space"]) == ("encoded partition", name)
         assert facts["sizes"] == json.loads(hddm("inspect", shards, "--json")[1])["sizes"]
     vae = vae_facts(tmp_path / "vae")
     said = hddm("inspect", tmp_path / "latents")[1]
-    assert f"\nvae: kind=AutoencoderKL, fingerprint={vae.fingerprint}, scale={vae.scale:g}, shift=0\n" in said
+    assert (
+        f"\nvae: kind=AutoencoderKL, fingerprint={vae.fingerprint}, scale={vae.scale:g}, shift=0\n"
+        in said
+    )
     assert "\n  shape: 4 × 4 × 4\n" in said
     assert "\nvae: none\n" in hddm("inspect", tmp_path / "pixels")[1]
 
 
-def test_a_shard_of_very_many_images_is_inspected(whole: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_shard_of_very_many_images_is_inspected(
+    whole: Path, tmp_path: Path, hddm: Command
+) -> None:
     """Its manifest is larger than other records may be."""
     shard = copied(whole, tmp_path)
     with (shard / "manifest.json").open("a") as file:

@@ -63,7 +63,9 @@ def test_calibrated_is_exact_at_full_noise(calibration: Calibration) -> None:
 
 
 @pytest.mark.parametrize("t", ALL_NOISE)
-def test_calibrated_is_worse_than_raw_by_sampling_error_at_most(calibration: Calibration, t: float) -> None:
+def test_calibrated_is_worse_than_raw_by_sampling_error_at_most(
+    calibration: Calibration, t: float
+) -> None:
     x_t, times = SHARD.states_at(t, **HELD_OUT)
     truth = SHARD.velocity(x_t, times)
     error = rms_error(_expert(calibration).velocity(x_t, times), truth)
@@ -108,7 +110,9 @@ def test_each_direction_has_its_own_weight() -> None:
     known = (torch.arange(DIM) % 2 == 0).double().view(SHAPE)
     bounded = BoundedNetwork()
     field = VelocityField(
-        lambda y, u: known * oracle(y, u) + (1 - known) * bounded(y, u), LINEAR.schedule, "flow_prediction"
+        lambda y, u: known * oracle(y, u) + (1 - known) * bounded(y, u),
+        LINEAR.schedule,
+        "flow_prediction",
     )
     found = calibrate(field.velocity, gaussian.sample(4096, seed=2, shape=SHAPE))
     t = torch.full((1024,), 0.75, dtype=torch.float64)
@@ -120,7 +124,9 @@ def test_each_direction_has_its_own_weight() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "sd-scaled-linear"])
 def test_an_exact_expert_of_many_modes_stays_nearly_exact(name: str) -> None:
-    field = oracle_field(SHARD, case_named(name), "flow_prediction" if name == "linear" else "epsilon")
+    field = oracle_field(
+        SHARD, case_named(name), "flow_prediction" if name == "linear" else "epsilon"
+    )
     field.calibration = calibrate(field.velocity, SHARD.sample(2048, seed=1, shape=SHAPE))
     for t in (0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 1.0):
         x_t, times = SHARD.states_at(t, **HELD_OUT)
@@ -149,7 +155,9 @@ def test_directions_beyond_the_images_share_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("num_images", [6, 400], ids=["few directions", "all directions"])
-def test_velocity_is_mixed_with_the_gaussian_denoiser_direction_by_direction(num_images: int) -> None:
+def test_velocity_is_mixed_with_the_gaussian_denoiser_direction_by_direction(
+    num_images: int,
+) -> None:
     moments = Moments.of(SHARD.sample(num_images, seed=6, shape=SHAPE))
     basis, variances = moments.basis.double(), moments.variances.double()
     rest = torch.eye(DIM).double() - basis @ basis.T
@@ -233,7 +241,9 @@ def _noisy(y: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
     for k, shard in enumerate(SHARDS):
         rows = class_labels == k
         eps[rows] = shard.x_0_and_eps(y[rows], alpha[rows], sigma[rows])[1]
-    mix = 20 * torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    mix = 20 * torch.randn(
+        DIM, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     error = torch.sin(y.double().flatten(1) @ mix + 7 * class_labels[:, None]).view(y.shape)
     return eps + (0.02 + 0.2 * timestep.double().view(-1, 1, 1, 1) ** 8) * error
 
@@ -251,7 +261,9 @@ def _field(calibration: Calibration | None) -> VelocityField:
 
 @pytest.fixture(scope="module")
 def by_class() -> Calibration:
-    images = torch.cat([shard.sample(512, seed=3 + k, shape=SHAPE) for k, shard in enumerate(SHARDS)])
+    images = torch.cat(
+        [shard.sample(512, seed=3 + k, shape=SHAPE) for k, shard in enumerate(SHARDS)]
+    )
     labels = torch.arange(CLASSES).repeat_interleave(512)
     return calibrate(_field(None).velocity, images, {"class_labels": labels})
 
@@ -264,7 +276,9 @@ def _noise(num: int) -> Tensor:
     return torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def _ratio(field: VelocityField, t: float, scale: float = 1.0, labels: Tensor | None = None) -> float:
+def _ratio(
+    field: VelocityField, t: float, scale: float = 1.0, labels: Tensor | None = None
+) -> float:
     x, given = _noise(256), {} if labels is None else {"class_labels": labels}
     v = field.velocity(x, _times(t), scale, **given)
     return float(v.norm() / x.norm())
@@ -274,7 +288,9 @@ LABELS = torch.arange(256) % CLASSES
 
 
 @pytest.mark.parametrize("t", LATE)
-def test_velocity_of_unit_noise_is_bounded_with_labels_and_guided(by_class: Calibration, t: float) -> None:
+def test_velocity_of_unit_noise_is_bounded_with_labels_and_guided(
+    by_class: Calibration, t: float
+) -> None:
     field = _field(by_class)
     assert t < 0.9999 or t == 1 or _ratio(_field(None), t, labels=LABELS) > 100
     assert _ratio(field, t) < 4
@@ -307,7 +323,9 @@ def test_guided_velocity_is_that_of_the_exact_classes_at_full_noise(by_class: Ca
 
 def test_velocity_is_continuous_up_to_full_noise(by_class: Calibration) -> None:
     field, times = _field(by_class), 1 - torch.logspace(-1, -6, 200, dtype=torch.float64)
-    found = [field.velocity(_noise(64), _times(t, 64), class_labels=LABELS[:64]) for t in [*times, 1.0]]
+    found = [
+        field.velocity(_noise(64), _times(t, 64), class_labels=LABELS[:64]) for t in [*times, 1.0]
+    ]
     steps = [rms_error(later, earlier) for earlier, later in itertools.pairwise(found)]
     assert max(steps) < 0.03
 
@@ -335,7 +353,9 @@ def test_a_label_beyond_the_classes_has_the_mean_of_all() -> None:
     torch.testing.assert_close(means, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]), atol=0.02, rtol=0)
 
 
-def test_a_saved_calibration_gives_the_identical_velocity(by_class: Calibration, tmp_path: Path) -> None:
+def test_a_saved_calibration_gives_the_identical_velocity(
+    by_class: Calibration, tmp_path: Path
+) -> None:
     assert Calibration.load(tmp_path) is None
     by_class.save(tmp_path)
     again = Calibration.load(tmp_path)
@@ -368,7 +388,9 @@ def _blended(network: Any, case: str, kind: str, kappa: float | None = KAPPA) ->
     schedule = case_named(case).schedule
     field = VelocityField(network, schedule, kind, sample_shape=SHAPE)
     if kappa is not None:
-        field.calibration = bounded_gain(field.prediction_type, field.range[1], _moments(GAUSSIAN), kappa)
+        field.calibration = bounded_gain(
+            field.prediction_type, field.range[1], _moments(GAUSSIAN), kappa
+        )
     return field
 
 
@@ -393,7 +415,9 @@ def test_the_velocity_is_the_hand_written_blend(kind: str, kappa: float, t: floa
 @pytest.mark.parametrize("kind", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("case", ["cosine", "sd-scaled-linear", "ddpm-linear-ztsnr"])
 @pytest.mark.parametrize("kappa", [2.0, 8.0])
-def test_no_output_of_the_network_counts_more_than_the_bound(case: str, kind: str, kappa: float) -> None:
+def test_no_output_of_the_network_counts_more_than_the_bound(
+    case: str, kind: str, kappa: float
+) -> None:
     output = torch.zeros(1, *SHAPE, dtype=torch.float64)
 
     def gain(t: float) -> float:
@@ -419,7 +443,10 @@ def test_an_exact_network_stays_exact_on_gaussian_data(case: str, kind: str) -> 
     oracle = OracleNetwork(GAUSSIAN, case_named(case).alpha_sigma, kind)
     for t in TIMES:
         x, times = GAUSSIAN.states_at(t, 64, 3, SHAPE)
-        assert rms_error(_blended(oracle, case, kind).velocity(x, times), GAUSSIAN.velocity(x, times)) < 1e-6
+        assert (
+            rms_error(_blended(oracle, case, kind).velocity(x, times), GAUSSIAN.velocity(x, times))
+            < 1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
@@ -429,7 +456,9 @@ def test_beyond_the_trained_range_the_gaussian_takes_over(kind: str) -> None:
     for t in (0.94, 0.96, 0.99, 1.0):
         x, times = GAUSSIAN.states_at(t, 64, 3, SHAPE)
         truth = GAUSSIAN.velocity(x, times)
-        assert rms_error(blended.velocity(x, times), truth) <= rms_error(raw.velocity(x, times), truth)
+        assert rms_error(blended.velocity(x, times), truth) <= rms_error(
+            raw.velocity(x, times), truth
+        )
     assert rms_error(blended.velocity(x, times), truth) < 1e-6
 
 

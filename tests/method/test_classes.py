@@ -34,7 +34,9 @@ class _Of(nn.Module):
 def _expert(*classes: str) -> VelocityField:
     null = {"class_labels": torch.tensor(len(classes))}
     names = {"conditions": ("class_labels",), "null_conditions": null, "sample_shape": SHAPE}
-    return VelocityField(_Of(*classes), LinearSchedule(), "flow_prediction", classes=classes, **names)
+    return VelocityField(
+        _Of(*classes), LinearSchedule(), "flow_prediction", classes=classes, **names
+    )
 
 
 def _even(x: Tensor, t: Tensor) -> Tensor:
@@ -78,7 +80,9 @@ def test_a_label_of_no_class_is_refused_when_sampling(number: int) -> None:
     expert = _expert("cat", "dog")
     for model in (expert, Ensemble([expert, _expert("cat", "dog")], strategy="draw")):
         for labels in ([0, number], torch.tensor([0, number]), np.array([0, number])):
-            with pytest.raises(HddmError, match=f"no class {number}; the model's classes are cat, dog"):
+            with pytest.raises(
+                HddmError, match=f"no class {number}; the model's classes are cat, dog"
+            ):
                 sample(model, 2, steps=2, class_labels=labels)
     x, t = torch.ones(1, *SHAPE, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     # The network's mean of no class is 0.
@@ -110,17 +114,27 @@ def test_an_expert_has_no_share_of_a_class_that_it_does_not_know(ensemble: Ensem
 def test_what_an_expert_does_not_know_is_refused_by_name(ensemble: Ensemble) -> None:
     with pytest.raises(HddmError, match="expert 0 knows no class 'ship'"):
         sample(ensemble, 2, steps=2, expert=0, class_labels=["cat", "ship"])
-    with pytest.raises(HddmError, match="no class 'bird'; the model's classes are cat, dog, ship, plane"):
+    with pytest.raises(
+        HddmError, match="no class 'bird'; the model's classes are cat, dog, ship, plane"
+    ):
         sample(ensemble, 1, steps=2, class_labels=["bird"])
     alone = Ensemble([_expert("cat"), _expert("ship")], strategy="draw", prior=[1, 0])
     with pytest.raises(HddmError, match="no expert with a share of the data knows class ship"):
         sample(alone, 1, steps=2, class_labels=["ship"])
 
 
-def test_away_from_a_class_that_an_expert_does_not_know_is_away_from_none(ensemble: Ensemble) -> None:
+def test_away_from_a_class_that_an_expert_does_not_know_is_away_from_none(
+    ensemble: Ensemble,
+) -> None:
     negative = {"class_labels": torch.tensor([2])}
     images = sample(
-        ensemble, 1, steps=4, solver="euler", guidance_scale=2.0, negative=negative, class_labels=["cat"]
+        ensemble,
+        1,
+        steps=4,
+        solver="euler",
+        guidance_scale=2.0,
+        negative=negative,
+        class_labels=["cat"],
     )
     # 2 v(cat) - v(none) is the velocity of a picture of 2 × 1 - 0.
     assert (images - 2.0).abs().max() < 1e-6
@@ -129,10 +143,14 @@ def test_away_from_a_class_that_an_expert_does_not_know_is_away_from_none(ensemb
 class _Owner(nn.Module):
     """The optimal network of an owner's mixture of each class, and of all of them for no class."""
 
-    def __init__(self, mixtures: list[GaussianMixture], shares: list[float], case: Case, kind: str) -> None:
+    def __init__(
+        self, mixtures: list[GaussianMixture], shares: list[float], case: Case, kind: str
+    ) -> None:
         super().__init__()
         everything = GaussianMixture.union(mixtures, shares)
-        self.oracles = [OracleNetwork(one, case.alpha_sigma, kind) for one in (*mixtures, everything)]
+        self.oracles = [
+            OracleNetwork(one, case.alpha_sigma, kind) for one in (*mixtures, everything)
+        ]
 
     def forward(self, y: Tensor, t: Tensor, class_labels: Tensor) -> Tensor:
         outputs = torch.stack([oracle(y, t) for oracle in self.oracles])
@@ -173,13 +191,19 @@ def test_two_owners_are_the_union_of_their_mixtures() -> None:
         labels = torch.full((len(t),), label)
         expected = mixture[k, name].velocity(x, t)
         assert relative_error(ensemble.velocity(x, t, class_labels=labels), expected) < 1e-9
-        drawn = pick_experts(ensemble.prior_of(len(t), {"class_labels": labels}), torch.rand(len(t)))
+        drawn = pick_experts(
+            ensemble.prior_of(len(t), {"class_labels": labels}), torch.rand(len(t))
+        )
         found = ensemble.velocity(x, t, expert=drawn, class_labels=labels)
         assert relative_error(found, expected) < 1e-9
     # Of one that both know, a share of the samples is each owner's, whose velocity is that of its own dogs.
     dogs = torch.ones(len(t), dtype=torch.long)
-    drawn = pick_experts(ensemble.prior_of(len(t), {"class_labels": dogs}), torch.linspace(0, 0.999, len(t)))
+    drawn = pick_experts(
+        ensemble.prior_of(len(t), {"class_labels": dogs}), torch.linspace(0, 0.999, len(t))
+    )
     assert abs(drawn.double().mean() - 0.28 / 0.34) < 1 / len(t)
     found = ensemble.velocity(x, t, expert=drawn, class_labels=dogs)
-    each = torch.stack([mixture[k, "dog"].velocity(x, t) for k in (0, 1)])[drawn, torch.arange(len(t))]
+    each = torch.stack([mixture[k, "dog"].velocity(x, t) for k in (0, 1)])[
+        drawn, torch.arange(len(t))
+    ]
     assert relative_error(found, each) < 1e-9

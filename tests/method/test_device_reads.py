@@ -35,7 +35,11 @@ class Watched(TorchDispatchMode):
         self.reads = self.waits = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         source = args[0] if args and isinstance(args[0], Tensor) else None
@@ -49,18 +53,24 @@ class Watched(TorchDispatchMode):
             if on_device and target == "cpu":
                 self.reads += 1
                 made = torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
-                return made / made.shape[-1] if made.is_floating_point() and made.ndim == 2 else made
+                return (
+                    made / made.shape[-1] if made.is_floating_point() and made.ndim == 2 else made
+                )
             if not on_device and target == "meta" and not kwargs.get("non_blocking"):
                 self.waits += 1
         return function(*args, **kwargs)
 
 
-def _field(k: int, schedule: Schedule, kind: str, part: tuple[float, float] = (0, 1)) -> VelocityField:
+def _field(
+    k: int, schedule: Schedule, kind: str, part: tuple[float, float] = (0, 1)
+) -> VelocityField:
     torch.manual_seed(k)
     network = ExpertTransformer(**FLOW | {"num_classes": 3}).to("meta")
     images = torch.randn(32, *SHAPE)
     times, weights = torch.tensor([0.0, 1.0]), torch.full((2, 1), 0.5)
-    moments = Moments(images.flatten(1).mean(0), torch.zeros(48, 0), torch.ones(1), torch.zeros(3, 48))
+    moments = Moments(
+        images.flatten(1).mean(0), torch.zeros(48, 0), torch.ones(1), torch.zeros(3, 48)
+    )
     return VelocityField(
         network,
         schedule,
@@ -71,7 +81,9 @@ def _field(k: int, schedule: Schedule, kind: str, part: tuple[float, float] = (0
         {LABELS: torch.tensor(3)},
         SHAPE,
         CLASSES if k else CLASSES[::-1],
-        weak=VelocityField(network, schedule, kind, 1000, None, (LABELS,), {LABELS: torch.tensor(3)}, SHAPE),
+        weak=VelocityField(
+            network, schedule, kind, 1000, None, (LABELS,), {LABELS: torch.tensor(3)}, SHAPE
+        ),
         noise_range=part,
     )
 
@@ -81,16 +93,24 @@ def _ensemble(pair: bool) -> Ensemble:
     betas = case_named("ddpm-linear").schedule
     kinds: list[tuple[Schedule, str]] = [(betas, "epsilon"), (LinearSchedule(), "flow_prediction")]
     fields = [_field(k, *kinds[k % 2], part) for k, part in enumerate(parts)]
-    network = RouterTransformer(3, 4, 3, patch_size=2, hidden_size=16, depth=1, num_heads=2).to("meta")
+    network = RouterTransformer(3, 4, 3, patch_size=2, hidden_size=16, depth=1, num_heads=2).to(
+        "meta"
+    )
     return Ensemble(in_parts(fields, [0, 0, 1] if pair else [0, 1, 2]), Router(network), "draw")
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("strategy", "pair", "guidance"),
-    [("draw", True, 2.0), ("commit-0.5", True, 1.0), ("nucleus-0.5", False, Guidance(2.0, by="weak"))],
+    [
+        ("draw", True, 2.0),
+        ("commit-0.5", True, 1.0),
+        ("nucleus-0.5", False, Guidance(2.0, by="weak")),
+    ],
 )
-def test_a_step_reads_the_routers_answer_alone(strategy: str, pair: bool, guidance: float | Guidance) -> None:
+def test_a_step_reads_the_routers_answer_alone(
+    strategy: str, pair: bool, guidance: float | Guidance
+) -> None:
     how = plan(_ensemble(pair), steps=STEPS, guidance=guidance, strategy=strategy)
     asked = Conditions({LABELS: torch.arange(NUM) % 3})
     (batch,) = batches(how, range(NUM), asked, NUM)

@@ -36,11 +36,15 @@ def _ensemble(strategy: str) -> Ensemble:
 
 @pytest.mark.parametrize("strategy", ["full", "top-2", "draw"])
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_at_strength_0_it_is_the_picture_and_at_1_the_plain_sample(strategy: str, solver: str) -> None:
+def test_at_strength_0_it_is_the_picture_and_at_1_the_plain_sample(
+    strategy: str, solver: str
+) -> None:
     ensemble, pictures = _ensemble(strategy), WHOLE.sample(7, 1, SHAPE).float()
     how = {"seed": 3, "steps": 6, "solver": solver, **OPTIONS}
     assert torch.equal(sample(ensemble, 7, picture=Picture(pictures, 0), **how), pictures)
-    assert torch.equal(sample(ensemble, 7, picture=Picture(pictures, 1), **how), sample(ensemble, 7, **how))
+    assert torch.equal(
+        sample(ensemble, 7, picture=Picture(pictures, 1), **how), sample(ensemble, 7, **how)
+    )
 
 
 @pytest.mark.parametrize("strength", [0.3, 0.8])
@@ -134,7 +138,9 @@ def _gaussians(spread: float, means: Tensor) -> Callable[..., Tensor]:
     schedule = CosineSchedule()
 
     def predict(x: Tensor, time: Tensor, class_labels: Tensor) -> Tensor:
-        alpha, sigma = (append_dims(value, x.ndim) for value in (schedule.alpha(time), schedule.sigma(time)))
+        alpha, sigma = (
+            append_dims(value, x.ndim) for value in (schedule.alpha(time), schedule.sigma(time))
+        )
         mean = means[class_labels].view(len(x), *SHAPE)
         return mean + alpha * spread**2 * (x - alpha * mean) / (alpha**2 * spread**2 + sigma**2)
 
@@ -142,7 +148,9 @@ def _gaussians(spread: float, means: Tensor) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full"])
-@pytest.mark.parametrize(("strength", "solver", "error"), [(1.0, "euler", 1e-5), (0.5, "heun", 1e-3)])
+@pytest.mark.parametrize(
+    ("strength", "solver", "error"), [(1.0, "euler", 1e-5), (0.5, "heun", 1e-3)]
+)
 def test_an_edit_maps_one_gaussian_onto_the_other(
     strategy: str, strength: float, solver: str, error: float
 ) -> None:
@@ -154,9 +162,13 @@ def test_an_edit_maps_one_gaussian_onto_the_other(
     means = torch.tensor([[0.5, -1.0, 0.2, 2.0], [-0.4, 0.3, 1.0, -1.5]], dtype=torch.float64)
     network = _gaussians(0.6, means)
     field = VelocityField(network, schedule=CosineSchedule(), prediction_type="sample")
-    pictures = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pictures = torch.randn(
+        5, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     picture = Picture(pictures, strength, source=Conditions({LABELS: torch.tensor([0])}))
-    ensemble = Ensemble([field, field], lambda x, t: torch.full((len(x), 2), 0.5), strategy, prior=[0.5, 0.5])
+    ensemble = Ensemble(
+        [field, field], lambda x, t: torch.full((len(x), 2), 0.5), strategy, prior=[0.5, 0.5]
+    )
     how = {"shape": SHAPE, "steps": 80, "solver": solver, "batch_size": 2}
     prior, labels = torch.full((5, 2), 0.5), torch.ones(5, dtype=torch.long)
     made = sample(ensemble, 5, picture=picture, prior=prior, class_labels=labels, **how)
@@ -169,7 +181,10 @@ def test_an_edit_cannot_commit_or_take_a_mask() -> None:
     source = Conditions({LABELS: torch.tensor([0])})
     with pytest.raises(HddmError, match="cannot edit a picture; choose draw or full"):
         sample(
-            _ensemble("commit-0.8"), 1, picture=Picture(torch.zeros(1, *SHAPE), 1, source=source), **OPTIONS
+            _ensemble("commit-0.8"),
+            1,
+            picture=Picture(torch.zeros(1, *SHAPE), 1, source=source),
+            **OPTIONS,
         )
     with pytest.raises(HddmError, match="drop it or the `mask`"):
         Picture(torch.zeros(1, *SHAPE), 1, MASK, source=source)

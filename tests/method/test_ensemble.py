@@ -110,7 +110,12 @@ def test_draw_needs_the_experts_that_were_drawn() -> None:
     ("router", "t", "conditions", "problem"),
     [
         (None, [0.5, 0.5], {}, "needs a router"),
-        (_table_router([[0.2, 0.3, 0.5]] * 2), [0.5, 0.5], {}, r"gave \(2, 3\), which are not \(2, 2\)"),
+        (
+            _table_router([[0.2, 0.3, 0.5]] * 2),
+            [0.5, 0.5],
+            {},
+            r"gave \(2, 3\), which are not \(2, 2\)",
+        ),
         (_table_router([[0.5, 0.5]] * 2), [0.5, 0.5], {"caption": torch.zeros(2)}, "'caption'"),
         (_table_router([[0.5, 0.5]] * 2), [0.5, 1.5], {}, "^t "),
         (
@@ -121,18 +126,27 @@ def test_draw_needs_the_experts_that_were_drawn() -> None:
     ids=["no router", "for three experts", "unknown condition", "above 1", "too many labels"],
 )
 def test_calls_that_do_not_fit_are_refused(
-    router: Callable[..., Tensor] | None, t: list[float], conditions: dict[str, Tensor], problem: str
+    router: Callable[..., Tensor] | None,
+    t: list[float],
+    conditions: dict[str, Tensor],
+    problem: str,
 ) -> None:
     experts = [ConditionSum().field("class_labels"), ConditionSum().field()]
     with pytest.raises(HddmError, match=problem):
-        Ensemble(experts, router, "full").velocity(torch.zeros(2, *SHAPE), torch.tensor(t), **conditions)
+        Ensemble(experts, router, "full").velocity(
+            torch.zeros(2, *SHAPE), torch.tensor(t), **conditions
+        )
 
 
 def test_guidance_is_applied_by_each_expert_before_mixing() -> None:
     networks = [ConditionSum(1.0), ConditionSum(2.0)]
     experts = [network.field("class_labels") for network in networks]
     ensemble = Ensemble(experts, _table_router([[0.25, 0.75], [1.0, 0.0]]), "full")
-    x_t, t, against = torch.zeros(2, *SHAPE), torch.tensor([0.2, 0.8]), {"class_labels": torch.tensor([1, 2])}
+    x_t, t, against = (
+        torch.zeros(2, *SHAPE),
+        torch.tensor([0.2, 0.8]),
+        {"class_labels": torch.tensor([1, 2])},
+    )
     v = ensemble.velocity(x_t, t, 3.0, against, class_labels=torch.tensor([5, 9]))
     # v_negative + 3 (v_positive - v_negative), the labels adding to the constants
     assert v[:, 0, 0, 0].tolist() == [1.75 + 1 + 3 * 4, 1 + 2 + 3 * 7]
@@ -149,8 +163,13 @@ def test_an_expert_that_cannot_take_what_is_asked_for_has_no_weight() -> None:
         ("time_ids",),
         ("encoder_hidden_states",),
     ]
-    fields = [ConditionSum(10.0**k).field(*one, **LABELLED if not k else {}) for k, one in enumerate(names)]
-    table = _table_router([[0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.5, 0.25, 0.25, 0.0]])
+    fields = [
+        ConditionSum(10.0**k).field(*one, **LABELLED if not k else {})
+        for k, one in enumerate(names)
+    ]
+    table = _table_router(
+        [[0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.5, 0.25, 0.25, 0.0]]
+    )
     x_t, t, sizes = torch.zeros(3, *SHAPE), torch.full((3,), 0.5), torch.zeros(3)
     labels, text = torch.tensor([0, 1, 2]), torch.zeros(3)
     for strategy in ("full", "top-1", "nucleus-0.9"):
@@ -166,7 +185,9 @@ def test_an_expert_that_cannot_take_what_is_asked_for_has_no_weight() -> None:
         assert (ensemble.weights(x_t, t, conditions=both)[:, 1:3] == 0).all()
         assert (ensemble.weights(x_t, t, conditions=both)[:2, [0, 3]].sum(1) == 1).all()
         # Settings say how an image is made, and not what it shows.
-        assert torch.equal(ensemble.weights(x_t, t, conditions={"time_ids": sizes}), ensemble.weights(x_t, t))
+        assert torch.equal(
+            ensemble.weights(x_t, t, conditions={"time_ids": sizes}), ensemble.weights(x_t, t)
+        )
 
 
 def test_an_expert_that_was_chosen_and_cannot_take_what_is_asked_for_is_refused() -> None:
@@ -175,7 +196,11 @@ def test_an_expert_that_was_chosen_and_cannot_take_what_is_asked_for_is_refused(
         ConditionSum().field("encoder_hidden_states"),
         ConditionSum().field("hue"),
     ]
-    ensemble, x_t, t = Ensemble(fields, strategy="draw"), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
+    ensemble, x_t, t = (
+        Ensemble(fields, strategy="draw"),
+        torch.zeros(2, *SHAPE),
+        torch.full((2,), 0.5),
+    )
     for name, k, words in (("encoder_hidden_states", 0, "the prompt"), ("hue", 1, "hue")):
         chosen = torch.tensor([{"hue": 2}.get(name, 1), k])
         told = refusal(ensemble.velocity, x_t, t, expert=chosen, **{name: torch.zeros(2)})
@@ -199,7 +224,10 @@ def test_an_expert_without_a_class_of_the_others_takes_part_unguided() -> None:
     ]
     ensemble = Ensemble(fields, _table_router([[0.5, 0.5]] * 4), "full")
     x_t, t, sizes = torch.zeros(4, *SHAPE), torch.full((4,), 0.5), torch.arange(4.0)
-    no_class, against = {"class_labels": torch.full((4,), 2)}, {"class_labels": torch.zeros(4).long()}
+    no_class, against = (
+        {"class_labels": torch.full((4,), 2)},
+        {"class_labels": torch.zeros(4).long()},
+    )
     v = ensemble.velocity(x_t, t, 2.0, against, time_ids=sizes, **no_class)
     expected = 0.5 * (1 + sizes + 2 * 2) + 0.5 * (1 + sizes)
     torch.testing.assert_close(v[:, 0, 0, 0], expected)
@@ -227,7 +255,9 @@ def test_a_row_of_shares_that_is_no_distribution_is_refused(name: str, strategy:
     fields = [ConditionSum().field(sample_shape=SHAPE) for _ in range(2)]
     ensemble = Ensemble(fields, _table_router([[0.5, 0.5]] * 2), strategy)
     told = refusal(sample, ensemble, 2, steps=1, prior=torch.tensor(ROWS[name]))
-    assert told.startswith(f"`prior` of sample 1 is {ROWS[name][1]}: must be numbers of 0 or more, one of")
+    assert told.startswith(
+        f"`prior` of sample 1 is {ROWS[name][1]}: must be numbers of 0 or more, one of"
+    )
     told = refusal(sample, ensemble, 2, steps=1, prior=torch.ones(2, 3))
     assert told == "`prior` has shape (2, 3), and must have (2, 2)"
 
@@ -278,7 +308,9 @@ def test_a_class_is_routed_by_the_posterior_of_its_own_shares(label: int, strate
     exact = exact_router(SHARDS, shares)(x_t, t)
     given = {"class_labels": torch.full((21,), label)}
     found = _of_classes(strategy).weights(x_t, t, conditions=given)
-    torch.testing.assert_close(found, Strategy.parse(strategy).weights(exact), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        found, Strategy.parse(strategy).weights(exact), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_a_class_whose_shards_the_router_excludes_is_still_made_by_them() -> None:
@@ -286,5 +318,7 @@ def test_a_class_whose_shards_the_router_excludes_is_still_made_by_them() -> Non
     ensemble = Ensemble(
         in_parts(experts, None, COUNTS), _table_router([[0.0, 1.0, 0.0, 0.0]] * 2), "full", PRIOR
     )
-    v = ensemble.velocity(torch.zeros(2, *SHAPE), torch.full((2,), 0.5), class_labels=torch.tensor([0, 2]))
+    v = ensemble.velocity(
+        torch.zeros(2, *SHAPE), torch.full((2,), 0.5), class_labels=torch.tensor([0, 2])
+    )
     assert v[:, 0, 0, 0].tolist() == [0 + 0, 1 + 2]

@@ -43,13 +43,17 @@ def test_a_report_tells_shares_and_runs_in_every_bin_of_time(solver: str, steps:
     assert [row["t"] for row in report["by_time"]] == [[k / 10, (k + 1) / 10] for k in sorted(bins)]
     for row, (_, within) in zip(report["by_time"], sorted(bins.items()), strict=True):
         shares = torch.tensor([early if t >= 0.5 else late for t in within]).mean(0)
-        runs = torch.tensor([[1.0, 1.0, 0.0] if t >= 0.5 else [1.0, 0.0, 0.5] for t in within]).mean(0)
+        runs = torch.tensor(
+            [[1.0, 1.0, 0.0] if t >= 0.5 else [1.0, 0.0, 0.5] for t in within]
+        ).mean(0)
         assert row["shares"] == pytest.approx(shares.tolist(), abs=1e-4)
         assert row["runs"] == pytest.approx(runs.tolist(), abs=1e-4)
     whole = torch.tensor([early if t >= 0.5 else late for t in times]).mean(0)
     assert report["shares"] == pytest.approx(whole.tolist(), abs=1e-4)
     share_early = sum(t >= 0.5 for t in times) / len(times)
-    assert report["experts_a_sample"] == pytest.approx(2 * share_early + 1.5 * (1 - share_early), abs=1e-4)
+    assert report["experts_a_sample"] == pytest.approx(
+        2 * share_early + 1.5 * (1 - share_early), abs=1e-4
+    )
 
 
 def test_only_what_runs_counts_at_every_call() -> None:
@@ -62,7 +66,10 @@ def test_only_what_runs_counts_at_every_call() -> None:
     assert len(kept.report()["by_time"]) >= 9
 
 
-NONE_OF, NEARLY_ALL = "expert {} is never used", "expert {} takes {}% of the weight; is the router trained?"
+NONE_OF, NEARLY_ALL = (
+    "expert {} is never used",
+    "expert {} takes {}% of the weight; is the router trained?",
+)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,12 @@ NONE_OF, NEARLY_ALL = "expert {} is never used", "expert {} takes {}% of the wei
     [
         ([0.5, 0.3, 0.2], 100, None, []),
         ([0.91, 0.05, 0.04], 100, None, [NEARLY_ALL.format(0, 91)]),
-        ([0.0, 0.0, 1.0], 100, None, [NONE_OF.format(0), NONE_OF.format(1), NEARLY_ALL.format(2, 100)]),
+        (
+            [0.0, 0.0, 1.0],
+            100,
+            None,
+            [NONE_OF.format(0), NONE_OF.format(1), NEARLY_ALL.format(2, 100)],
+        ),
         # With draw, what each was to give.
         ([0.95, 0.05], 100, [50.0, 50.0], [NEARLY_ALL.format(0, 95)]),
         ([0.98, 0.0, 0.02], 100, [94.0, 4.0, 2.0], [NONE_OF.format(1)]),

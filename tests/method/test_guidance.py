@@ -47,7 +47,9 @@ def test_rows_outside_the_interval_are_the_conditional_ones() -> None:
 
 @pytest.mark.parametrize("channels", [None, 3])
 @pytest.mark.parametrize("rescale", [0.7, 1.0])
-def test_rescaling_is_that_of_its_paper_over_what_is_guided(rescale: float, channels: int | None) -> None:
+def test_rescaling_is_that_of_its_paper_over_what_is_guided(
+    rescale: float, channels: int | None
+) -> None:
     v_c, v_n = _velocities()
     found = Guidance(5.0, channels, rescale=rescale).combine(v_c, v_n, EVERYWHERE).numpy()
     count = channels or SHAPE[0]
@@ -56,7 +58,9 @@ def test_rescaling_is_that_of_its_paper_over_what_is_guided(rescale: float, chan
         pos, neg = positive[:count], negative[:count]
         cfg = neg + 5.0 * (pos - neg)
         rescaled = cfg * (np.std(pos, ddof=1) / np.std(cfg, ddof=1))
-        np.testing.assert_allclose(row[:count], rescale * rescaled + (1 - rescale) * cfg, rtol=1e-12)
+        np.testing.assert_allclose(
+            row[:count], rescale * rescaled + (1 - rescale) * cfg, rtol=1e-12
+        )
         np.testing.assert_array_equal(row[count:], positive[count:])
 
 
@@ -66,8 +70,15 @@ def _field(network: ConditionSum) -> VelocityField:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 7.5])
-def test_guidance_is_its_formula_in_one_batch_against_the_null_condition_by_default(scale: float) -> None:
-    x_t, t, labels, null = torch.zeros(2, *SHAPE), torch.tensor([0.0, 0.7]), torch.tensor([1.0, 2.0]), 9
+def test_guidance_is_its_formula_in_one_batch_against_the_null_condition_by_default(
+    scale: float,
+) -> None:
+    x_t, t, labels, null = (
+        torch.zeros(2, *SHAPE),
+        torch.tensor([0.0, 0.7]),
+        torch.tensor([1.0, 2.0]),
+        9,
+    )
     for negative, against in ((None, null), ({"class_labels": torch.tensor([4.0, 4.0])}, 4)):
         network = ConditionSum()
         found = _field(network).velocity(x_t, t, scale, negative, class_labels=labels)
@@ -89,7 +100,9 @@ def test_outside_its_interval_guidance_costs_nothing() -> None:
 @pytest.mark.parametrize("guidance", [1.0, Guidance(1.0), Guidance(1.0, rescale=0.5)], ids=str)
 def test_a_scale_of_one_asks_for_no_negative_branch(guidance: float | Guidance) -> None:
     network, labels = ConditionSum(), torch.tensor([1, 2])
-    _field(network).velocity(torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, class_labels=labels)
+    _field(network).velocity(
+        torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, class_labels=labels
+    )
     assert network.conditions == [{"class_labels": [1, 2]}]
 
 
@@ -97,7 +110,10 @@ def test_a_scale_of_one_asks_for_no_negative_branch(guidance: float | Guidance) 
     ("guidance", "words"),
     [
         (1.0, "no effect at `guidance_scale` 1; set a scale, or drop it"),
-        (Guidance(2.0, by="weak"), "no effect with `guide_by` weak; guide by condition, or drop it"),
+        (
+            Guidance(2.0, by="weak"),
+            "no effect with `guide_by` weak; guide by condition, or drop it",
+        ),
     ],
     ids=str,
 )
@@ -152,13 +168,21 @@ def _sized(**nulls: float) -> VelocityField:
 
 @pytest.mark.parametrize(
     ("nulls", "negative_sizes", "sizes_used"),
-    [({}, None, [4.0, 5.0, 6.0, 7.0]), ({}, [9.0] * 4, [9.0] * 4), ({"time_ids": 8.0}, None, [8.0] * 4)],
+    [
+        ({}, None, [4.0, 5.0, 6.0, 7.0]),
+        ({}, [9.0] * 4, [9.0] * 4),
+        ({"time_ids": 8.0}, None, [8.0] * 4),
+    ],
     ids=["no null value", "given", "a null value"],
 )
 def test_the_negative_branch_has_the_settings_of_the_other_one(
     nulls: dict[str, float], negative_sizes: list[float] | None, sizes_used: list[float]
 ) -> None:
-    texts, sizes, against = torch.arange(4.0), torch.tensor([4.0, 5.0, 6.0, 7.0]), torch.full((4,), -2.0)
+    texts, sizes, against = (
+        torch.arange(4.0),
+        torch.tensor([4.0, 5.0, 6.0, 7.0]),
+        torch.full((4,), -2.0),
+    )
     negative = {"text_embeds": against}
     if negative_sizes is not None:
         negative["time_ids"] = torch.tensor(negative_sizes)
@@ -170,7 +194,11 @@ def test_the_negative_branch_has_the_settings_of_the_other_one(
 @pytest.mark.parametrize(
     ("positive", "negative", "words"),
     [
-        (("mask",), ("text_embeds",), "negative conditions lack mask, the conditions lack text_embeds, and"),
+        (
+            ("mask",),
+            ("text_embeds",),
+            "negative conditions lack mask, the conditions lack text_embeds, and",
+        ),
         ((), ("text_embeds",), "guidance needs a condition to guide to"),
     ],
     ids=str,
@@ -250,7 +278,9 @@ def test_each_expert_of_an_ensemble_is_guided_by_its_own_weak_model_without_any_
     experts = [ConditionSum(v).field(sample_shape=SHAPE) for v in (1.0, 10.0)]
     for expert, value in zip(experts, (0.5, 8.0), strict=True):
         expert.weak = ConditionSum(value).field()
-    ensemble = hddm.Ensemble(experts, lambda x, t: x.new_tensor([[0.25, 0.75]]).expand(len(x), -1), "full")
+    ensemble = hddm.Ensemble(
+        experts, lambda x, t: x.new_tensor([[0.25, 0.75]]).expand(len(x), -1), "full"
+    )
     found = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
     assert found.unique().tolist() == [0.25 * (0.5 + 3 * 0.5) + 0.75 * (8 + 3 * 2)]
     experts[1].weak = None

@@ -38,9 +38,13 @@ class Exact(nn.Module):
         return self.best(y, timestep)
 
 
-def _exact(shard: GaussianMixture, kind: Kind = FLOW, low: float = 0.0, high: float = 1.0) -> VelocityField:
+def _exact(
+    shard: GaussianMixture, kind: Kind = FLOW, low: float = 0.0, high: float = 1.0
+) -> VelocityField:
     network = Exact(shard, kind)
-    return VelocityField(network, kind[0].schedule, kind[1], sample_shape=SHAPE, noise_range=(low, high))
+    return VelocityField(
+        network, kind[0].schedule, kind[1], sample_shape=SHAPE, noise_range=(low, high)
+    )
 
 
 def _pair(
@@ -67,27 +71,42 @@ def _one(strategy: str = "draw", **options: float) -> Ensemble:
 
 @pytest.mark.parametrize(
     ("high", "low"),
-    [(FLOW, FLOW), (EPSILON, FLOW), (FLOW, COSINE), (COSINE, (case_named("squaredcos-cap-v2"), "sample"))],
+    [
+        (FLOW, FLOW),
+        (EPSILON, FLOW),
+        (FLOW, COSINE),
+        (COSINE, (case_named("squaredcos-cap-v2"), "sample")),
+    ],
     ids=["flow", "ddpm at high noise", "ddpm at low noise", "two of ddpm"],
 )
 @pytest.mark.parametrize("boundary", [0.5, 0.875])
 def test_a_pair_of_exact_fields_is_the_whole_field(high: Kind, low: Kind, boundary: float) -> None:
     pair = _pair(SHARDS[0], boundary, high, low)
     start, end = max(pair[1].range[0], 0), min(pair[0].range[1], 1)
-    t = torch.cat([torch.linspace(start, end, 97), torch.tensor([boundary, boundary - 1e-12])]).double()
+    t = torch.cat(
+        [torch.linspace(start, end, 97), torch.tensor([boundary, boundary - 1e-12])]
+    ).double()
     x_t = SHARDS[0].states(t, seed=0, shape=SHAPE)
     truth = SHARDS[0].velocity(x_t, t)
     for strategy in ("full", "top-1", "nucleus-0.9"):
-        assert relative_error(Ensemble(in_parts(pair, [4, 4]), None, strategy).velocity(x_t, t), truth) < 1e-9
+        assert (
+            relative_error(Ensemble(in_parts(pair, [4, 4]), None, strategy).velocity(x_t, t), truth)
+            < 1e-9
+        )
     drawn = torch.arange(len(t)) % 2
     found = Ensemble(in_parts(pair, [0, 0]), strategy="draw").velocity(x_t, t, expert=drawn)
     assert relative_error(found, truth) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["full", "top-3", "nucleus-1"])
-def test_pairs_of_several_shards_and_the_exact_posterior_are_one_model_of_the_whole(strategy: str) -> None:
+def test_pairs_of_several_shards_and_the_exact_posterior_are_one_model_of_the_whole(
+    strategy: str,
+) -> None:
     """Whatever part of the probability of their shard the router gives to each of a pair."""
-    (first, second), (third, fourth) = _pair(SHARDS[0], 0.5, FLOW, COSINE), _pair(SHARDS[2], 0.8, EPSILON)
+    (first, second), (third, fourth) = (
+        _pair(SHARDS[0], 0.5, FLOW, COSINE),
+        _pair(SHARDS[2], 0.8, EPSILON),
+    )
     experts = [first, _exact(SHARDS[1]), fourth, second, third]
     router = _router([(0, 0.3), (1, 1), (2, 0.9), (0, 0.7), (2, 0.1)])
     ensemble = Ensemble(in_parts(experts, [0, 1, 2, 0, 2]), router, strategy)
@@ -110,9 +129,13 @@ def test_a_sampled_pair_is_the_whole_expert(solver: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "options"), [("draw", {}), ("full", {}), ("top-2", {"router_every": 5})]
 )
-def test_sampled_pairs_are_the_ensemble_of_whole_experts(strategy: str, options: dict[str, int]) -> None:
+def test_sampled_pairs_are_the_ensemble_of_whole_experts(
+    strategy: str, options: dict[str, int]
+) -> None:
     """A domain is drawn as often as the one expert of its shard, and mixed by the same probability."""
-    whole = Ensemble([_exact(shard) for shard in SHARDS], exact_router(SHARDS, PRIOR), strategy, PRIOR)
+    whole = Ensemble(
+        [_exact(shard) for shard in SHARDS], exact_router(SHARDS, PRIOR), strategy, PRIOR
+    )
     experts = [*_pair(SHARDS[0], 0.5, FLOW, COSINE), _exact(SHARDS[1]), *_pair(SHARDS[2], 0.7)]
     router = _router([(0, 0.5), (0, 0.5), (1, 1), (2, 0.5), (2, 0.5)])
     prior = [PRIOR[0] / 2, PRIOR[0] / 2, PRIOR[1], PRIOR[2] / 2, PRIOR[2] / 2]
@@ -125,7 +148,9 @@ def test_sampled_pairs_are_the_ensemble_of_whole_experts(strategy: str, options:
     assert relative_error(found, expected) < 1e-9
     for row in use.report()["by_time"]:
         for runs, field in zip(row["runs"], experts, strict=True):
-            assert runs == 0 or (field.noise_range[0] < row["t"][1] and field.noise_range[1] > row["t"][0])
+            assert runs == 0 or (
+                field.noise_range[0] < row["t"][1] and field.noise_range[1] > row["t"][0]
+            )
 
 
 def test_where_ranges_meet_the_expert_of_higher_noise_runs() -> None:
@@ -133,10 +158,15 @@ def test_where_ranges_meet_the_expert_of_higher_noise_runs() -> None:
     v = _one("full").velocity(torch.zeros(5, *SHAPE), t)
     assert v[:, 0, 0, 0].tolist() == [1, 1, 2, 2, 2]
     # In float32 a t of 0.7 lies below 0.7.
-    fields = [ConditionSum(k).field(noise_range=part) for k, part in ((2.0, (0.7, 1)), (1.0, (0, 0.7)))]
+    fields = [
+        ConditionSum(k).field(noise_range=part) for k, part in ((2.0, (0.7, 1)), (1.0, (0, 0.7)))
+    ]
     ensemble = Ensemble(in_parts(fields, [0, 0]), strategy="full")
     for dtype, value in ((torch.float32, 1), (torch.float64, 2)):
-        assert ensemble.velocity(torch.zeros(1, *SHAPE), torch.tensor([0.7], dtype=dtype)).mean() == value
+        assert (
+            ensemble.velocity(torch.zeros(1, *SHAPE), torch.tensor([0.7], dtype=dtype)).mean()
+            == value
+        )
     assert fields[0].velocity(torch.zeros(1, *SHAPE), torch.tensor([0.7])).mean() == 2
 
 
@@ -172,7 +202,11 @@ def test_a_noise_range_is_a_part_of_t_that_the_schedule_reaches(part: tuple[floa
             [0, 1, 0],
             "so that t in 0.5:0.6 is double; experts of one domain cover [0, 1] once",
         ),
-        ([(0, 1), (0, 1)], [0, 0], "expert 0 and expert 1: for t in 0:1 and 0:1, so that t in 0:1 is double"),
+        (
+            [(0, 1), (0, 1)],
+            [0, 0],
+            "expert 0 and expert 1: for t in 0:1 and 0:1, so that t in 0:1 is double",
+        ),
     ],
     ids=str,
 )
@@ -199,7 +233,9 @@ def test_either_of_a_pair_stands_for_both() -> None:
     for expert in (0, 1):
         assert torch.equal(sample(pair, 3, steps=8, expert=expert), whole)
     # Of Euler's 8 steps those from 1 to 0.5 begin with 2, that from 0.5 too.
-    start = sample(Ensemble([ConditionSum().field(sample_shape=SHAPE)], strategy="draw"), 3, steps=8)
+    start = sample(
+        Ensemble([ConditionSum().field(sample_shape=SHAPE)], strategy="draw"), 3, steps=8
+    )
     torch.testing.assert_close(sample(pair, 3, steps=8, solver="euler"), start - (5 * 2 + 3) / 8)
 
 
@@ -209,7 +245,10 @@ def test_a_pair_counts_once_for_strategies_and_classes() -> None:
     of_class = [[0.2, 0.8], [0.7, 0.3]]
     plain = Ensemble(in_parts(fields, None, of_class), lambda x, t: table, "full", PRIOR[:2])
     parts = [ConditionSum().field("class_labels", classes=["a", "b"], noise_range=(0, 0.5))]
-    parts += [fields[1], ConditionSum().field("class_labels", classes=["a", "b"], noise_range=(0.5, 1))]
+    parts += [
+        fields[1],
+        ConditionSum().field("class_labels", classes=["a", "b"], noise_range=(0.5, 1)),
+    ]
     split = torch.tensor([[0.5, 0, 0.5], [0, 1, 0]], dtype=torch.float64)
     prior, rows = torch.tensor(PRIOR[:2]).double() @ split, torch.tensor(of_class).double() @ split
     paired = Ensemble(in_parts(parts, [0, 1, 0], rows), lambda x, t: table @ split, "full", prior)

@@ -82,7 +82,17 @@ def test_a_threshold_includes_its_own_value_in_single_precision() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("top-0", "top--1", "top-1.5", "top", "top-", "nucleus", "nucleus-0", "nucleus-1.1", "nucleus-nan"),
+        *(
+            "top-0",
+            "top--1",
+            "top-1.5",
+            "top",
+            "top-",
+            "nucleus",
+            "nucleus-0",
+            "nucleus-1.1",
+            "nucleus-nan",
+        ),
         *("threshold-x", "threshold--0.1", "draw-2", "full-2", "best", "", "Top-1"),
     ],
 )
@@ -150,7 +160,9 @@ def _gaussian(seed: int, rank: int) -> tuple[GaussianMixture, Moments]:
     variances = 0.1 + torch.rand(rank + 1, generator=noise, dtype=torch.float64)
     mean = torch.randn(DIM, generator=noise, dtype=torch.float64)
     every = torch.cat([variances[:-1], variances[-1:].expand(DIM - rank)])
-    data = GaussianMixture(torch.ones(1, dtype=torch.float64), mean[None], (basis * every @ basis.T)[None])
+    data = GaussianMixture(
+        torch.ones(1, dtype=torch.float64), mean[None], (basis * every @ basis.T)[None]
+    )
     return data, Moments(mean, basis[:, :rank].contiguous(), variances)
 
 
@@ -178,7 +190,9 @@ def test_mixed_experts_that_it_routes_have_the_velocity_of_all_the_data() -> Non
         (CosineSchedule(), "sample"),
     ]
     experts = [
-        VelocityField(OracleNetwork(shard, schedule.alpha_sigma, kind), schedule, kind, sample_shape=SHAPE)
+        VelocityField(
+            OracleNetwork(shard, schedule.alpha_sigma, kind), schedule, kind, sample_shape=SHAPE
+        )
         for shard, (schedule, kind) in zip(shards, kinds, strict=True)
     ]
     ensemble = Ensemble(experts, MomentsRouter(moments, PRIOR), "full", PRIOR)

@@ -107,7 +107,9 @@ def test_committing_weighs_by_the_posterior_and_gives_each_expert_its_own_data()
             seen.append(use.last.argmax(1))
         return x
 
-    made = sample(ensemble, num, 1, 40, batch_size=num, use=use, on_step=on_step).double().flatten(1)
+    made = (
+        sample(ensemble, num, 1, 40, batch_size=num, use=use, on_step=on_step).double().flatten(1)
+    )
     for k, (shard, share) in enumerate(zip(SHARDS, PRIOR, strict=True)):
         own = made[seen[0] == k]
         assert abs(len(own) / num - share) < 4 * (share * (1 - share) / num) ** 0.5
@@ -124,7 +126,9 @@ def test_committing_keeps_the_order_of_a_solver() -> None:
     exact = at(320, "heun")
     for solver, order in (("euler", 1), ("heun", 2), ("adams-moulton", 2)):
         # Samples that another step size sends to another expert say nothing about the order.
-        errors = torch.stack([(at(steps, solver) - exact).flatten(1).norm(dim=1) for steps in (20, 40)])
+        errors = torch.stack(
+            [(at(steps, solver) - exact).flatten(1).norm(dim=1) for steps in (20, 40)]
+        )
         same = errors.amax(0) < 0.5
         assert same.sum() > 48
         coarse, fine = errors[:, same].square().mean(1).sqrt().tolist()
@@ -150,7 +154,9 @@ def test_initial_noise_is_unit_and_independent_between_samples_seeds_and_draws()
     torch.testing.assert_close(both.T.cov(), torch.eye(16).double(), atol=0.13, rtol=0)
     torch.testing.assert_close(both.mean(0), torch.zeros(16).double(), atol=0.1, rtol=0)
     assert torch.equal(Seeded(0).initial(range(5, 9), (4,)), Seeded(0).initial(range(9), (4,))[5:])
-    drawn = pick_experts(torch.tensor([0.5, 0.5], dtype=torch.float64), Seeded(0).draws(range(2000)))
+    drawn = pick_experts(
+        torch.tensor([0.5, 0.5], dtype=torch.float64), Seeded(0).draws(range(2000))
+    )
     gap = one[drawn == 0].mean(0) - one[drawn == 1].mean(0)
     assert (gap.abs() < 4 * 2 / 2000**0.5).all()
 
@@ -178,7 +184,8 @@ def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("nsteps", "steps"), ("guidance", "guidance_scale"), ("class_label", "class_labels")]
+    ("word", "meant"),
+    [("nsteps", "steps"), ("guidance", "guidance_scale"), ("class_label", "class_labels")],
 )
 def test_an_unknown_keyword_is_named_with_the_nearest_one(word: str, meant: str) -> None:
     told = refusal(sample, ConditionSum().field("class_labels"), 2, **{word: 3})
@@ -234,7 +241,9 @@ class Expert:
         self.place, self.conditions = place, conditions
         self.rows: list[int] = []
 
-    def __call__(self, x: Tensor, t: Tensor, class_labels: Tensor | None = None, **_: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, t: Tensor, class_labels: Tensor | None = None, **_: Tensor
+    ) -> Tensor:
         self.rows.append(len(x))
         labels = torch.zeros(len(x)) if class_labels is None else class_labels
         places = self.place + labels.to(x).view(-1, 1, 1, 1) / 16
@@ -243,7 +252,9 @@ class Expert:
     def field(self) -> VelocityField:
         given = {"conditions": self.conditions, "sample_shape": SHAPE}
         nulls = {name: torch.tensor(0) for name in self.conditions}
-        return VelocityField(self, LinearSchedule(), "flow_prediction", null_conditions=nulls, **given)
+        return VelocityField(
+            self, LinearSchedule(), "flow_prediction", null_conditions=nulls, **given
+        )
 
 
 class CountingRouter:
@@ -299,7 +310,9 @@ def test_draw_follows_the_class_and_without_one_the_prior(label: int) -> None:
     num = 1500
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        samples = sample(ensemble, num, steps=1, batch_size=num, class_labels=torch.full((num,), label))
+        samples = sample(
+            ensemble, num, steps=1, batch_size=num, class_labels=torch.full((num,), label)
+        )
     shares = SHARES[label] if label < 3 else SHARES_OF_ALL
     found = _arrived(samples - label / 16).bincount(minlength=3) / num
     for share, one in zip(shares, found.tolist(), strict=True):
@@ -316,7 +329,10 @@ def _warned(ensemble: Ensemble, **conditions: Tensor) -> list[str]:
 
 
 def test_a_warning_comes_where_what_to_draw_from_is_not_known_and_only_there() -> None:
-    labels, text = {"class_labels": torch.zeros(2).long()}, {"encoder_hidden_states": torch.zeros(2, 1)}
+    labels, text = (
+        {"class_labels": torch.zeros(2).long()},
+        {"encoder_hidden_states": torch.zeros(2, 1)},
+    )
     both = ("class_labels", "encoder_hidden_states")
     known = {"class_prior": [[1, 1, 1]]}
     unknown = " not decide which expert makes an image, only the shares do"
@@ -348,7 +364,11 @@ def test_samples_run_expert_by_expert_and_come_back_in_order() -> None:
 PICTURE = Picture(torch.zeros(1, *SHAPE), 0.5)
 HOLE = replace(PICTURE, mask=torch.ones(1, 1, *SHAPE[1:], dtype=torch.bool))
 WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
-    ("draw", {"router_every": 2}, "`router_every` 2: no router runs, since strategy draw keeps one expert"),
+    (
+        "draw",
+        {"router_every": 2},
+        "`router_every` 2: no router runs, since strategy draw keeps one expert",
+    ),
     (
         "top-1",
         {"router_every": 2, "expert": 1},
@@ -356,16 +376,38 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("top-1", {"guidance_scale": Guidance(1.0, by="weak")}, "`guide_by` weak: has no effect at"),
     ("top-1", {"guidance_scale": Guidance(1.0, channels=1)}, "`cfg_channels` 1: has no effect at"),
-    ("top-1", {"guidance_scale": Guidance(1.0, interval=(0.2, 1))}, "`guidance_interval` 0.2 1.0: has no"),
-    ("top-1", {"guidance_scale": Guidance(1.0, rescale=0.5)}, "`guidance_rescale` 0.5: has no effect at"),
-    ("top-1", {"negative": {"hue": torch.zeros(2)}}, "negative conditions: no effect at `guidance_scale` 1"),
-    ("draw", {"expert": 1, "strategy": None, "prior": torch.ones(2, 3)}, "`expert` 1 is chosen already"),
-    ("draw", {"picture": HOLE, "solver": "adams-moulton"}, "`solver` adams-moulton: uses earlier steps"),
+    (
+        "top-1",
+        {"guidance_scale": Guidance(1.0, interval=(0.2, 1))},
+        "`guidance_interval` 0.2 1.0: has no",
+    ),
+    (
+        "top-1",
+        {"guidance_scale": Guidance(1.0, rescale=0.5)},
+        "`guidance_rescale` 0.5: has no effect at",
+    ),
+    (
+        "top-1",
+        {"negative": {"hue": torch.zeros(2)}},
+        "negative conditions: no effect at `guidance_scale` 1",
+    ),
+    (
+        "draw",
+        {"expert": 1, "strategy": None, "prior": torch.ones(2, 3)},
+        "`expert` 1 is chosen already",
+    ),
+    (
+        "draw",
+        {"picture": HOLE, "solver": "adams-moulton"},
+        "`solver` adams-moulton: uses earlier steps",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "options", "words"), WITHOUT_EFFECT, ids=str)
-def test_an_option_without_effect_is_refused(strategy: str, options: dict[str, Any], words: str) -> None:
+def test_an_option_without_effect_is_refused(
+    strategy: str, options: dict[str, Any], words: str
+) -> None:
     given = {"hue": torch.zeros(2)} if "negative" in options else {}
     assert words in refusal(sample, _routed(strategy, ("hue",)), 2, steps=2, **options, **given)
 
@@ -376,7 +418,9 @@ def test_one_expert_has_no_router_to_ask_less_often() -> None:
     assert "pass neither `steps` nor `shift`" in refusal(
         integrate, _field(), torch.zeros(1, *SHAPE), time_grid(2), steps=3
     )
-    assert "repeats steps inside a `mask`, and there is none" in refusal(replace, PICTURE, resampling=3)
+    assert "repeats steps inside a `mask`, and there is none" in refusal(
+        replace, PICTURE, resampling=3
+    )
 
 
 def _pair() -> Ensemble:
@@ -391,14 +435,22 @@ def test_a_strategy_without_experts_to_choose_among_is_refused(strategy: str) ->
     for model in (_field(), Ensemble([_field()], strategy="nucleus-0.9")):
         assert refusal(sample, model, 2, strategy=strategy) == f"`strategy` {strategy}: {alone}"
     told = refusal(sample, _pair(), 2, strategy=strategy)
-    assert told == f"`strategy` {strategy}: has no effect, since the noise level chooses the expert; drop it"
+    assert (
+        told
+        == f"`strategy` {strategy}: has no effect, since the noise level chooses the expert; drop it"
+    )
     # Its own is no choice of anybody.
-    assert torch.equal(sample(_pair(), 2, steps=2), sample(_pair(), 2, steps=2, strategy="nucleus-0.9"))
+    assert torch.equal(
+        sample(_pair(), 2, steps=2), sample(_pair(), 2, steps=2, strategy="nucleus-0.9")
+    )
 
 
 def test_the_noise_level_chooses_among_a_pair_and_no_router_does() -> None:
     told = refusal(sample, _pair(), 2, router_every=2)
-    assert told == "`router_every` 2: no router runs, since the noise level chooses the expert; drop it"
+    assert (
+        told
+        == "`router_every` 2: no router runs, since the noise level chooses the expert; drop it"
+    )
 
 
 def test_a_plan_names_the_solver_that_runs() -> None:
@@ -411,7 +463,9 @@ def test_a_plan_names_the_solver_that_runs() -> None:
 
 def test_under_draw_experts_that_cannot_take_a_condition_make_no_image() -> None:
     places = {-8.0: ("hue",), 0.0: (), 8.0: ("hue",)}
-    ensemble = Ensemble([Expert(place, one).field() for place, one in places.items()], strategy="draw")
+    ensemble = Ensemble(
+        [Expert(place, one).field() for place, one in places.items()], strategy="draw"
+    )
     assert set(_arrived(sample(ensemble, 40, steps=1)).tolist()) == {0, 1, 2}
     with pytest.warns(UserWarning, match="hue do not decide"):
         arrived = _arrived(sample(ensemble, 40, steps=1, hue=torch.zeros(40)))
@@ -431,7 +485,9 @@ def test_committing_asks_the_router_above_its_time_and_once_there(solver: str) -
     assert len(asked) == 4 * CALLS[solver] + 1
     assert asked[-1] == 0.5
     # Above, all three experts run for each of 10 samples; below, one does.
-    assert sum(sum(one.network.rows) for one in ensemble.experts) == 4 * CALLS[solver] * 10 * (3 + 1)
+    assert sum(sum(one.network.rows) for one in ensemble.experts) == 4 * CALLS[solver] * 10 * (
+        3 + 1
+    )
 
 
 def test_committing_before_the_first_step_is_drawing_and_after_the_last_is_mixing() -> None:

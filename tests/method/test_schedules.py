@@ -57,7 +57,9 @@ def test_squares_equal_diffusers_table_within_its_float32_rounding(case: Case) -
         ("squaredcos-cap-v2", 0.00638, 0.99995, 4.9e-5),
     ],
 )
-def test_noise_range_of_well_known_schedules(name: str, t_min: float, t_max: float, alpha_end: float) -> None:
+def test_noise_range_of_well_known_schedules(
+    name: str, t_min: float, t_max: float, alpha_end: float
+) -> None:
     schedule = case_named(name).schedule
     assert schedule.range == pytest.approx((t_min, t_max), abs=5e-6)
     assert schedule.alpha(torch.tensor(999)).item() == pytest.approx(alpha_end, rel=0.01)
@@ -82,7 +84,9 @@ def test_match_finds_the_native_time_of_each_noise_level_in_the_range(case: Case
 
 
 @each_case
-def test_log_snr_falls_strictly_and_beyond_the_schedule_stands_for_the_nearer_end(case: Case) -> None:
+def test_log_snr_falls_strictly_and_beyond_the_schedule_stands_for_the_nearer_end(
+    case: Case,
+) -> None:
     assert (case.schedule.log_snr(_native(case.schedule, 5000)).diff() < 0).all()
     for far in (200.0, math.inf):
         ends = case.schedule.time(torch.tensor([far, -far], dtype=torch.float64))
@@ -127,7 +131,16 @@ def test_times_outside_the_schedule_are_refused(case: Case, beyond: float) -> No
 
 @pytest.mark.parametrize(
     "betas",
-    [[0.1], [], [0.1, -0.1], [0.0, 0.1], [0.1, 1.0, 0.1], [0.1, 1.1], [0.1, math.nan], [[0.1, 0.2]]],
+    [
+        [0.1],
+        [],
+        [0.1, -0.1],
+        [0.0, 0.1],
+        [0.1, 1.0, 0.1],
+        [0.1, 1.1],
+        [0.1, math.nan],
+        [[0.1, 0.2]],
+    ],
     ids=str,
 )
 def test_bad_betas_are_refused(betas: list[float]) -> None:
@@ -172,7 +185,9 @@ def test_a_flow_match_scheduler_is_the_linear_path_whatever_its_shift() -> None:
 
 
 @pytest.mark.parametrize("name", ["DDPMScheduler", "EulerDiscreteScheduler", "LCMScheduler"])
-def test_missing_keys_have_their_scheduler_s_default(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_keys_have_their_scheduler_s_default(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler = getattr(diffusers, name)()
     expected = (1 - scheduler.betas.double()).cumprod(0).sqrt()
     with caplog.at_level(logging.INFO, logger="hddm"):

@@ -91,7 +91,10 @@ def test_diffusers_ddim_is_euler_on_the_matched_grid(
 ) -> None:
     case = discrete_case(name, rescaled=False)
     scheduler = diffusers.DDIMScheduler(
-        **BETAS[name], prediction_type=prediction_type, clip_sample=False, set_alpha_to_one=set_alpha_to_one
+        **BETAS[name],
+        prediction_type=prediction_type,
+        clip_sample=False,
+        set_alpha_to_one=set_alpha_to_one,
     )
     # diffusers multiplies up its table in float32; the same betas, multiplied in float64.
     scheduler.alphas_cumprod = (1 - scheduler.betas.double()).cumprod(0)

@@ -47,7 +47,9 @@ def _inside(field: VelocityField, num: int = 64) -> torch.Tensor:
 
 
 @each_legal
-def test_a_perfect_expert_becomes_the_velocity_of_the_linear_path(case: Case, prediction_type: str) -> None:
+def test_a_perfect_expert_becomes_the_velocity_of_the_linear_path(
+    case: Case, prediction_type: str
+) -> None:
     """And the network is fed the rescaled state at the matched time."""
     field = oracle_field(SHARD, case, prediction_type)
     t = _inside(field)
@@ -91,7 +93,9 @@ def test_epsilon_with_zero_terminal_snr_ends_at_the_last_index_with_signal(case:
 
 
 @each_legal
-def test_range_is_the_schedule_s_but_for_a_margin_at_singularities(case: Case, prediction_type: str) -> None:
+def test_range_is_the_schedule_s_but_for_a_margin_at_singularities(
+    case: Case, prediction_type: str
+) -> None:
     low, high = oracle_field(SHARD, case, prediction_type).range
     assert 0 <= low < high <= 1
     expected_low, expected_high = (case.common_time(time) for time in (0.0, case.schedule.end))
@@ -101,20 +105,28 @@ def test_range_is_the_schedule_s_but_for_a_margin_at_singularities(case: Case, p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_flow_prediction_on_the_linear_path_is_the_network_s_output_bit_for_bit(dtype: torch.dtype) -> None:
+def test_flow_prediction_on_the_linear_path_is_the_network_s_output_bit_for_bit(
+    dtype: torch.dtype,
+) -> None:
     """And the state and the times are what it is fed."""
     fed: list[torch.Tensor] = []
     noise = torch.Generator().manual_seed(0)
-    t = torch.cat([torch.tensor([0.0, 1.0]).double(), torch.rand(998, generator=noise).double() ** 3])
+    t = torch.cat(
+        [torch.tensor([0.0, 1.0]).double(), torch.rand(998, generator=noise).double() ** 3]
+    )
     x_t, output = torch.randn(2, len(t), 3, 2, 2, generator=noise, dtype=dtype)
-    field = VelocityField(lambda *given: fed.extend(given) or output, LINEAR.schedule, "flow_prediction")
+    field = VelocityField(
+        lambda *given: fed.extend(given) or output, LINEAR.schedule, "flow_prediction"
+    )
     assert torch.equal(field.velocity(1e6 * x_t, t), output)
     assert torch.equal(fed[0], 1e6 * x_t)
     assert torch.equal(fed[1], t.to(dtype))
 
 
 @each_legal
-def test_each_sample_has_its_own_time_when_batch_equals_width(case: Case, prediction_type: str) -> None:
+def test_each_sample_has_its_own_time_when_batch_equals_width(
+    case: Case, prediction_type: str
+) -> None:
     shard = GaussianMixture.random(seed=1, modes=2, dim=16)
     field = oracle_field(shard, case, prediction_type)
     t = torch.tensor([0.0, 0.2, 0.7, 1.0], dtype=torch.float64)
@@ -141,7 +153,13 @@ LABELS, NULL = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 0])
         ("class_labels", {"caption": LABELS}, 1.0, None, r"'caption'.*declares: class_labels"),
         ("class_labels", {"class_labels": LABELS}, 2.0, {"caption": NULL}, "'caption'"),
         # Where nothing guides too.
-        ("class_labels", {"class_labels": LABELS}, 1.0, {"bogus": NULL}, r"'bogus'.*declares: class_labels"),
+        (
+            "class_labels",
+            {"class_labels": LABELS},
+            1.0,
+            {"bogus": NULL},
+            r"'bogus'.*declares: class_labels",
+        ),
         ("class_labels", {"class_labels": LABELS[:3]}, 1.0, None, r"class_labels.*4 samples"),
         ("", {"class_labels": LABELS}, 1.0, None, "declares: none"),
         ("class_labels", {}, 1.0, None, "needs class_labels"),
@@ -149,7 +167,11 @@ LABELS, NULL = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 0])
     ids=["given", "negative", "unguided", "few", "none declared", "one missing"],
 )
 def test_other_conditions_than_the_declared_are_refused(
-    declared: str, given: dict[str, Tensor], scale: float, negative: dict[str, Tensor] | None, problem: str
+    declared: str,
+    given: dict[str, Tensor],
+    scale: float,
+    negative: dict[str, Tensor] | None,
+    problem: str,
 ) -> None:
     with pytest.raises(HddmError, match=problem):
         ConditionSum().field(*declared.split()).velocity(_states(), T, scale, negative, **given)
@@ -159,12 +181,16 @@ def test_an_unknown_keyword_may_be_meant_for_an_argument_of_the_call() -> None:
     field = ConditionSum().field("hue")
     for call in (field.velocity, Ensemble([field], strategy="full").velocity):
         told = refusal(call, _states(), T, guidance=3.0)
-        assert told.endswith("no condition 'guidance'; it declares: hue; did you mean 'guidance_scale'?")
+        assert told.endswith(
+            "no condition 'guidance'; it declares: hue; did you mean 'guidance_scale'?"
+        )
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["ddpm-linear", "cosine", "linear"])
-def test_times_reach_the_network_in_float32_with_their_fractions(name: str, weights: torch.dtype) -> None:
+def test_times_reach_the_network_in_float32_with_their_fractions(
+    name: str, weights: torch.dtype
+) -> None:
     schedule = case_named(name).schedule
     network = Recorder(weights)
     scale = 1.0 if name == "ddpm-linear" else 1000.0
@@ -215,7 +241,9 @@ def test_outputs_of_diffusers_and_tuples_are_the_tensor_in_them() -> None:
     with torch.no_grad():
         v = plain.velocity(states, T)
         for form in (network, lambda y, t: network(y, t, return_dict=False)):
-            assert torch.equal(VelocityField(form, LINEAR.schedule, "epsilon").velocity(states, T), v)
+            assert torch.equal(
+                VelocityField(form, LINEAR.schedule, "epsilon").velocity(states, T), v
+            )
     for output, found in ((None, "a NoneType"), (states.repeat(1, 2, 1, 1), r"\(4, 6, 8, 8\)")):
         field = VelocityField(lambda y, t, one=output: one, LINEAR.schedule, "epsilon")
         with pytest.raises(HddmError, match=f"the network returned {found} for a state of"):
@@ -234,9 +262,20 @@ def test_labels_that_are_no_classes_are_refused(labels: Tensor) -> None:
     # Two classes alone, beside an expert whose third number is no class: the larger range covers the labels.
     alone = ConditionSum().field("class_labels", classes=classes)
     told = "whole numbers from 0 to 1"
-    given = {"class_labels": torch.tensor([0, 1]), "negative": {"class_labels": torch.tensor([2, 2])}}
+    given = {
+        "class_labels": torch.tensor([0, 1]),
+        "negative": {"class_labels": torch.tensor([2, 2])},
+    }
     with pytest.raises(HddmError, match=told):
-        sample(Ensemble([alone, field]), 2, steps=1, expert=0, guidance_scale=2.0, shape=(3, 8, 8), **given)
+        sample(
+            Ensemble([alone, field]),
+            2,
+            steps=1,
+            expert=0,
+            guidance_scale=2.0,
+            shape=(3, 8, 8),
+            **given,
+        )
 
 
 WIDE = (3, 4, 4)
@@ -278,7 +317,9 @@ def _noise(t: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @each_legal
 @each_dtype
-def test_velocity_is_finite_everywhere(case: Case, prediction_type: str, dtype: torch.dtype) -> None:
+def test_velocity_is_finite_everywhere(
+    case: Case, prediction_type: str, dtype: torch.dtype
+) -> None:
     low, high = case.schedule.range
     zero, one = torch.tensor(0.0, dtype=dtype), torch.tensor(1.0, dtype=dtype)
     edges = torch.stack([zero, zero.nextafter(one), one.nextafter(zero), one])
@@ -292,7 +333,9 @@ def test_velocity_is_finite_everywhere(case: Case, prediction_type: str, dtype: 
 
 @each_legal
 @each_dtype
-def test_velocity_at_full_noise_is_bounded(case: Case, prediction_type: str, dtype: torch.dtype) -> None:
+def test_velocity_at_full_noise_is_bounded(
+    case: Case, prediction_type: str, dtype: torch.dtype
+) -> None:
     t = torch.ones(32, dtype=dtype)
     x_t = _noise(t, dtype)
     for field in _fields(case, prediction_type):
@@ -323,7 +366,9 @@ def test_gradients_are_finite_on_the_closed_interval(case: Case, prediction_type
 
 
 @each_legal
-def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, prediction_type: str) -> None:
+def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(
+    case: Case, prediction_type: str
+) -> None:
     t = torch.zeros(8, dtype=torch.float64)
     x_t = WIDE_SHARD.sample(8, seed=0, shape=WIDE)
     v = oracle_field(WIDE_SHARD, case, prediction_type).velocity(x_t, t)
@@ -331,7 +376,9 @@ def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, pre
 
 
 @each_end
-def test_beyond_the_range_one_estimate_fades(case: Case, prediction_type: str, is_above: bool) -> None:
+def test_beyond_the_range_one_estimate_fades(
+    case: Case, prediction_type: str, is_above: bool
+) -> None:
     network = BoundedNetwork()
     field = VelocityField(network, case.schedule, prediction_type)
     end = field.range[is_above]
@@ -358,7 +405,9 @@ def test_beyond_the_range_one_estimate_fades(case: Case, prediction_type: str, i
 
 
 @each_legal
-def test_outside_the_range_the_rule_is_right_to_first_order(case: Case, prediction_type: str) -> None:
+def test_outside_the_range_the_rule_is_right_to_first_order(
+    case: Case, prediction_type: str
+) -> None:
     # For centred data the error is of second order in the smaller of (alpha, sigma) at the end.
     eye = 0.5 * torch.eye(48, dtype=torch.float64)
     centred = GaussianMixture(torch.ones(1).double(), torch.zeros(1, 48).double(), eye[None])
@@ -418,7 +467,10 @@ def test_data_noise_and_velocity_come_out_of_predictions(
 
 def test_states_of_other_channels_are_refused_in_one_line() -> None:
     field = ConditionSum().field(sample_shape=SHAPE)
-    for model in (field, Ensemble([field, field], lambda x, t: x.new_full((len(x), 2), 0.5), "full")):
+    for model in (
+        field,
+        Ensemble([field, field], lambda x, t: x.new_full((len(x), 2), 0.5), "full"),
+    ):
         for shape in ((3, 5, 2, 2), (3, 8), (2, 2, 2)):
             told = f"x_t has shape {shape}; this model takes states (batch, 2, H, W)"
             assert refusal(model.velocity, torch.zeros(shape), 0.5) == told

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 def _own() -> nn.Module:
-    return ExpertTransformer(8, 1, 2, hidden_size=16, depth=4, num_heads=2, num_classes=3, rotary=True)
+    return ExpertTransformer(
+        8, 1, 2, hidden_size=16, depth=4, num_heads=2, num_classes=3, rotary=True
+    )
 
 
 def _dit() -> nn.Module:
@@ -22,7 +24,9 @@ def _dit() -> nn.Module:
 
 def _unet() -> nn.Module:
     kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
-    return UNet2DModel(8, 1, 1, block_out_channels=(8, 8), norm_num_groups=2, num_class_embeds=3, **kinds)
+    return UNet2DModel(
+        8, 1, 1, block_out_channels=(8, 8), norm_num_groups=2, num_class_embeds=3, **kinds
+    )
 
 
 @pytest.mark.integration
@@ -43,7 +47,9 @@ def test_all_blocks_share_a_graph_that_takes_batches_of_any_size(build: type[nn.
     compile_blocks(network, dynamic=True, backend=backend)
     assert torch.equal(outputs(sizes[0]), plain[0])
     compiled = len(graphs)
-    assert compiled <= 2  # of diffusers' DiT, whose blocks embed the time themselves in a part of their own
+    assert (
+        compiled <= 2
+    )  # of diffusers' DiT, whose blocks embed the time themselves in a part of their own
     for size, expected in zip(sizes[1:], plain[1:], strict=True):
         assert torch.equal(outputs(size), expected)
     assert len(graphs) == compiled

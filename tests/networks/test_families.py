@@ -72,7 +72,11 @@ class MixerFamily(Family):
 
 MIXER = MixerFamily()
 '''
-SCHEDULER = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "prediction_type": "epsilon"}
+SCHEDULER = {
+    "_class_name": "DDPMScheduler",
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+}
 
 
 def _install(folder: Path, module: str = PACKAGE) -> None:
@@ -98,7 +102,9 @@ def _hddm(packages: Path, *words: object) -> str:
 
 
 @pytest.mark.integration
-def test_a_family_of_an_installed_package_converts_samples_and_trains(shards: Path, tmp_path: Path) -> None:
+def test_a_family_of_an_installed_package_converts_samples_and_trains(
+    shards: Path, tmp_path: Path
+) -> None:
     packages, source = tmp_path / "packages", tmp_path / "source"
     packages.mkdir()
     source.mkdir()
@@ -111,14 +117,26 @@ def test_a_family_of_an_installed_package_converts_samples_and_trains(shards: Pa
         shapes |= {f"blocks.{k}.up": (32, 16), f"blocks.{k}.down": (16, 32)}
     weights = {}
     for name, shape in shapes.items():
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = torch.randn(shape) / 8, torch.randn(shape[0]) / 8
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = (
+            torch.randn(shape) / 8,
+            torch.randn(shape[0]) / 8,
+        )
     save_file(weights, source / "diffusion_pytorch_model.safetensors")
     expert = tmp_path / "expert"
     told = _hddm(packages, "convert", source, "--out", expert)
     assert "layout: mine-mixer" in told
     assert "verify: outputs differ from the source's by at most" in told
     _hddm(
-        packages, "sample", expert, "--out", tmp_path / "images", "--num-images", 2, "--steps", 2, "--compile"
+        packages,
+        "sample",
+        expert,
+        "--out",
+        tmp_path / "images",
+        "--num-images",
+        2,
+        "--steps",
+        2,
+        "--compile",
     )
     assert len(list((tmp_path / "images").glob("*.png"))) == 2
     shard = shards / "shard_0"
@@ -138,7 +156,9 @@ def test_a_family_of_an_installed_package_converts_samples_and_trains(shards: Pa
     _hddm(packages, *train, "--out", tmp_path / "tuned")
     _hddm(packages, *train, "--out", tmp_path / "lora", "--lora-rank", 2)
     assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
-    back = _run(packages, "convert", expert, "--out", tmp_path / "back", "--to-layout", "mine-mixer")
+    back = _run(
+        packages, "convert", expert, "--out", tmp_path / "back", "--to-layout", "mine-mixer"
+    )
     said = "hddm: --to-layout mine-mixer: the family of Mixer names no pipeline to write a network into\n"
     assert (back.returncode, back.stderr) == (1, said)
     assert not (tmp_path / "back").exists()
@@ -172,11 +192,20 @@ MIXER = MineFamily()
     ("module", "said"),
     [
         ("MIXER = object()", "names no object of the class hddm.networks.families.family.Family"),
-        ("import no_such_module", "cannot be loaded (ModuleNotFoundError: No module named 'no_such_module')"),
-        ("1 / 0", "cannot be loaded (ZeroDivisionError: division by zero); repair or uninstall the package"),
+        (
+            "import no_such_module",
+            "cannot be loaded (ModuleNotFoundError: No module named 'no_such_module')",
+        ),
+        (
+            "1 / 0",
+            "cannot be loaded (ZeroDivisionError: division by zero); repair or uninstall the package",
+        ),
         ("", "cannot be loaded (AttributeError: module"),
         (HEAD + "MIXER = Family()", "the family is called None, and the class of its network None"),
-        (CLASS.format('name = "Other"'), "the family is called Other, and the class of its network Mine"),
+        (
+            CLASS.format('name = "Other"'),
+            "the family is called Other, and the class of its network Mine",
+        ),
         (
             CLASS.format('name = "UNet2DModel"; network = type(name, (), {})'),
             "the class UNet2DModel has a family already, UNet2DModel; rename it there, or uninstall",
@@ -237,9 +266,14 @@ def test_a_layout_of_a_package_cannot_have_the_name_of_a_layout_of_single_files(
 
 def test_blocks_of_another_family_are_not_compiled(with_family: Callable[[str], None]) -> None:
     with_family('blocks = ("Linear",)')
-    own, inside = (ExpertTransformer(8, 1, 2, hidden_size=16, depth=2, num_heads=2) for _ in range(2))
+    own, inside = (
+        ExpertTransformer(8, 1, 2, hidden_size=16, depth=2, num_heads=2) for _ in range(2)
+    )
     # The second one is inside a network of no family.
-    for network, names in ((own, {"ExpertBlock"}), (nn.Sequential(inside), {"ExpertBlock", "Linear"})):
+    for network, names in (
+        (own, {"ExpertBlock"}),
+        (nn.Sequential(inside), {"ExpertBlock", "Linear"}),
+    ):
         compile_blocks(network)
         compiled = [part for part in network.modules() if part._compiled_call_impl is not None]
         assert {type(part).__name__ for part in compiled} == names
@@ -248,12 +282,18 @@ def test_blocks_of_another_family_are_not_compiled(with_family: Callable[[str], 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"addition_time_embed_dim": None}, "addition_time_embed_dim is missing, which addition_embed_type"),
+        (
+            {"addition_time_embed_dim": None},
+            "addition_time_embed_dim is missing, which addition_embed_type",
+        ),
         (
             {"projection_class_embeddings_input_dim": None},
             "projection_class_embeddings_input_dim is missing, which addition_embed_type text_time needs",
         ),
-        ({"addition_time_embed_dim": "4"}, "addition_time_embed_dim is 4, and must be a whole number"),
+        (
+            {"addition_time_embed_dim": "4"},
+            "addition_time_embed_dim is 4, and must be a whole number",
+        ),
         (
             {"projection_class_embeddings_input_dim": 24},
             "projection_class_embeddings_input_dim 24 of UNet2DConditionModel leaves no room for text_embeds",
@@ -261,7 +301,9 @@ def test_blocks_of_another_family_are_not_compiled(with_family: Callable[[str], 
     ],
     ids=str,
 )
-def test_sizes_that_the_vectors_of_sdxl_need_are_asked_for(change: dict[str, object], said: str) -> None:
+def test_sizes_that_the_vectors_of_sdxl_need_are_asked_for(
+    change: dict[str, object], said: str
+) -> None:
     config = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
     config |= {"projection_class_embeddings_input_dim": 40, "cross_attention_dim": 16}
     assert "time_ids" in STABLE_DIFFUSION.conditions(config).conditions

@@ -87,11 +87,21 @@ _NONE = "no network can be built from it"
     [
         *(({"patch_size": 0}, _NONE), ({"num_heads": 0}, _NONE), ({"num_heads": 3}, _NONE)),
         ({"depth": 10**9}, "its depth is"),
-        ({"_class_name": "RouterTransformer"}, "holds a RouterTransformer, not an ExpertTransformer"),
+        (
+            {"_class_name": "RouterTransformer"},
+            "holds a RouterTransformer, not an ExpertTransformer",
+        ),
         ({"_class_name": None}, "names no class (_class_name), of a"),
-        ({"hidden_sise": 32}, "ExpertTransformer has no key 'hidden_sise'; did you mean 'hidden_size'?"),
+        (
+            {"hidden_sise": 32},
+            "ExpertTransformer has no key 'hidden_sise'; did you mean 'hidden_size'?",
+        ),
         ({"auto_map": {"AutoModel": "x.Y"}}, "ExpertTransformer has no key"),
-        *(({"hidden_size": "wide"}, _NONE), ({"sample_size": [4, 4]}, _NONE), ({"depth": None}, _NONE)),
+        *(
+            ({"hidden_size": "wide"}, _NONE),
+            ({"sample_size": [4, 4]}, _NONE),
+            ({"depth": None}, _NONE),
+        ),
         ({"hidden_size": 10**30}, _NONE),
         *(({"frequency_shift": value}, f"{_NONE} (frequency_shift is") for value in ("1", 10**30)),
         ({"norm_eps": "small"}, _NONE),
@@ -134,7 +144,9 @@ for _ in range(900):
     NESTED = [NESTED]
 
 
-def _grown_refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int) -> tuple[str, int]:
+def _grown_refusal(
+    kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int
+) -> tuple[str, int]:
     """The message of a refusal, and the bytes that it takes."""
     said: list[str] = []
     asked = (kind, arguments, num_tensors, "config.json")
@@ -146,7 +158,10 @@ def _grown_refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensor
 @pytest.mark.parametrize(
     "changes",
     [
-        {"reverse_transformer_layers_per_block": [[1, 3000], 1], "transformer_layers_per_block": [[1], 1]},
+        {
+            "reverse_transformer_layers_per_block": [[1, 3000], 1],
+            "transformer_layers_per_block": [[1], 1],
+        },
         {"transformer_layers_per_block": 3000},
         {"layers_per_block": [1, 3000]},
         {"layers_per_block": 60, "transformer_layers_per_block": 60},
@@ -189,7 +204,11 @@ def test_the_most_that_may_be_asked_for_is_little_work(
     "changes",
     [
         {"num_class_embeds": 10**12},
-        {"addition_embed_type": "text", "encoder_hid_dim": 10**9, "addition_embed_type_num_heads": 10**9},
+        {
+            "addition_embed_type": "text",
+            "encoder_hid_dim": 10**9,
+            "addition_embed_type_num_heads": 10**9,
+        },
         {"time_embedding_type": "fourier", "time_embedding_dim": 10**9},
         {"time_cond_proj_dim": 10**9},
         {"conv_in_kernel": 10**5 + 1},
@@ -198,7 +217,10 @@ def test_the_most_that_may_be_asked_for_is_little_work(
 )
 def test_numbers_that_make_no_modules_cost_nothing(changes: dict[str, Any]) -> None:
     arguments = {**UNET, **changes}
-    assert grown_by(lambda: empty_network(UNet2DConditionModel, arguments, 700, "config.json")) < 32 * 2**20
+    assert (
+        grown_by(lambda: empty_network(UNet2DConditionModel, arguments, 700, "config.json"))
+        < 32 * 2**20
+    )
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,9 @@ def test_every_patch_sees_every_other_knows_its_place_and_sees_no_other_sample()
     alone = torch.cat([network(X[i : i + 1], T[i : i + 1]) for i in range(2)])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     output = network(torch.zeros_like(X), T)
-    patches = output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    patches = (
+        output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    )
     assert torch.pdist(patches[0]).min() > 1e-4
 
 
@@ -147,7 +149,9 @@ def test_time_embeds_as_cosines_then_sines() -> None:
 def test_a_place_is_its_column_then_its_row() -> None:
     table = square_positions(16, 4)[0]
     of_place = sinusoid(torch.arange(4.0), 8, torch.float32)
-    expected = [torch.cat([of_place[column], of_place[row]]) for row in range(4) for column in range(4)]
+    expected = [
+        torch.cat([of_place[column], of_place[row]]) for row in range(4) for column in range(4)
+    ]
     assert torch.equal(table, torch.stack(expected))
 
 
@@ -204,7 +208,9 @@ def test_every_expert_starts_at_zero_and_reads_time_class_and_text(kind: dict[st
         assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
 
 
-def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def _trained(
+    network: torch.nn.Module, conditions: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
     """Gradients of all parameters, and how often the first block ran."""
     runs = 0
 
@@ -216,7 +222,9 @@ def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[d
     network.zero_grad()
     network(X, T, **conditions).square().mean().backward()
     handle.remove()
-    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}, runs
+    return {
+        name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None
+    }, runs
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _loaded(
-    folder: Path, offload: Offload = "none", max_memory: int | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    offload: Offload = "none",
+    max_memory: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Ensemble:
     model = hddm.load(folder, dtype, offload=offload, max_memory=max_memory)
     assert isinstance(model, Ensemble)
@@ -54,7 +57,9 @@ def _networks(model: Ensemble) -> list[StoredNetwork]:
 
 def _present(networks: Sequence[StoredNetwork]) -> list[int]:
     """Those whose weights are really there."""
-    return [k for k, one in enumerate(networks) if not any(p.is_meta for p in one.network.parameters())]
+    return [
+        k for k, one in enumerate(networks) if not any(p.is_meta for p in one.network.parameters())
+    ]
 
 
 def _sampled(model: Ensemble, **options: object) -> Tensor:
@@ -86,10 +91,14 @@ def test_images_are_the_same_bit_for_bit_wherever_weights_wait(folder: Path, str
 
 
 @pytest.mark.parametrize("mode", ["none", "ram", "disk"])
-def test_experts_that_nobody_chose_need_no_file(folder: Path, tmp_path: Path, mode: Offload) -> None:
+def test_experts_that_nobody_chose_need_no_file(
+    folder: Path, tmp_path: Path, mode: Offload
+) -> None:
     own = copied(folder, tmp_path)
     model, whole = _loaded(own, mode), _loaded(folder)
-    model.router = whole.router = lambda x, t: torch.tensor([[0.0, 0.6, 0.4, 0.0]]).expand(len(x), -1)
+    model.router = whole.router = lambda x, t: torch.tensor([[0.0, 0.6, 0.4, 0.0]]).expand(
+        len(x), -1
+    )
     model.strategy = whole.strategy = "full"
     for k in (0, 3):
         (own / "experts" / str(k) / WEIGHTS).unlink()
@@ -100,7 +109,8 @@ def test_experts_that_nobody_chose_need_no_file(folder: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("mode", "limit", "room"), [("ram", 1, 1), ("disk", 3, 3), ("disk", None, 1), ("none", None, NUM)]
+    ("mode", "limit", "room"),
+    [("ram", 1, 1), ("disk", 3, 3), ("disk", None, 1), ("none", None, NUM)],
 )
 def test_no_more_is_on_the_device_than_the_limit_allows(
     folder: Path, mode: Offload, limit: int | None, room: int
@@ -277,8 +287,13 @@ def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
     mode: Offload, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchao")
-    folder = write_ensemble(tmp_path, [flow_expert(seed, hidden_size=128, num_heads=4) for seed in range(2)])
-    x, t = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((3,), 0.5).double()
+    folder = write_ensemble(
+        tmp_path, [flow_expert(seed, hidden_size=128, num_heads=4) for seed in range(2)]
+    )
+    x, t = (
+        torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.full((3,), 0.5).double(),
+    )
     plain = [field.velocity(x, t) for field in _loaded(folder).experts]
     pipe = HDDMPipeline.from_pretrained(folder, offload=mode)
     whole, router = pipe.experts.stored[0].size, _limit(folder, 0)
@@ -287,7 +302,13 @@ def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
     if mode == "disk":
         room = router + pipe.experts.stored[0].size
         pipe.limit_memory(room)
-        options = {"offload": "disk", "max_memory": room, "quantize": "int8", "num_images": 1, "steps": 1}
+        options = {
+            "offload": "disk",
+            "max_memory": room,
+            "quantize": "int8",
+            "num_images": 1,
+            "steps": 1,
+        }
         sample_to_folder(folder, tmp_path / "samples", **options)  # type: ignore[call-arg]
     for _ in range(2):  # With room for one, weights are read and quantized again.
         for field, exact in zip(pipe.ensemble.experts, plain, strict=True):

@@ -23,13 +23,17 @@ TEMPLATE = "tokenizer/additional_chat_templates/a.jinja"
 
 
 def _ours(root: Path, prompts: list[str] = PROMPTS) -> torch.Tensor:
-    return embed(read_text_encoder(root / "text_encoder"), read_tokenizer(root / "tokenizer"), prompts).tokens
+    return embed(
+        read_text_encoder(root / "text_encoder"), read_tokenizer(root / "tokenizer"), prompts
+    ).tokens
 
 
 def _theirs(root: Path, length: int = 77, prompts: list[str] = PROMPTS) -> torch.Tensor:
     tokenizer = CLIPTokenizer.from_pretrained(root / "tokenizer")
     model = CLIPTextModel.from_pretrained(root / "text_encoder").eval()
-    tokens = tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    tokens = tokenizer(
+        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
     with torch.no_grad():
         encoded: torch.Tensor = model(tokens.input_ids).last_hidden_state
     return encoded
@@ -42,18 +46,24 @@ def _rename(root: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "prefix"), [(16, ""), (768, "text_model.")])
-def test_prompts_become_what_transformers_makes_of_them(width: int, prefix: str, tmp_path: Path) -> None:
+def test_prompts_become_what_transformers_makes_of_them(
+    width: int, prefix: str, tmp_path: Path
+) -> None:
     write_clip(tmp_path, width)
     _rename(tmp_path, prefix)
     encoded = _ours(tmp_path)
     assert encoded.shape == (4, 77, width)
     assert (encoded - _theirs(tmp_path)).abs().max() < 1e-6
     assert (encoded[0] - encoded[2]).abs().max() > 0.1
-    assert torch.allclose(encoded[PROMPTS.index("")], PipelineText(tmp_path).empty_prompt(), atol=1e-6)
+    assert torch.allclose(
+        encoded[PROMPTS.index("")], PipelineText(tmp_path).empty_prompt(), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("limit", "length"), [(8, 8), (10**30, 12), (12, 12), (77, 12)])
-def test_prompts_are_padded_within_tokenizer_and_positions(limit: int, length: int, tmp_path: Path) -> None:
+def test_prompts_are_padded_within_tokenizer_and_positions(
+    limit: int, length: int, tmp_path: Path
+) -> None:
     write_clip(tmp_path, tokens=12)
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", model_max_length=limit)
     encoded = _ours(tmp_path, ["a cat"])
@@ -119,7 +129,10 @@ def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Pat
     write_clip(tmp_path / "full")
     write_clip(tmp_path / "half", dtype=torch.float16)
     write_clip(tmp_path / "other", seed=1)
-    facts = [text_encoder_facts(tmp_path / name / "text_encoder", 77) for name in ("full", "half", "other")]
+    facts = [
+        text_encoder_facts(tmp_path / name / "text_encoder", 77)
+        for name in ("full", "half", "other")
+    ]
     assert facts[0] == facts[1]
     assert facts[0].fingerprint != facts[2].fingerprint
     assert (facts[0].kind, facts[0].tokens, facts[0].width) == ("CLIPTextModel", 77, 16)
@@ -128,22 +141,34 @@ def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Pat
     assert (half - _ours(tmp_path / "full")).abs().max() < 0.05
     encoder = read_text_encoder(tmp_path / "full" / "text_encoder", torch.bfloat16)
     encoded = embed(encoder, read_tokenizer(tmp_path / "full" / "tokenizer"), PROMPTS).tokens
-    assert (encoded.dtype, encoded.requires_grad, encoder.training) == (torch.bfloat16, False, False)
+    assert (encoded.dtype, encoded.requires_grad, encoder.training) == (
+        torch.bfloat16,
+        False,
+        False,
+    )
 
 
 def test_a_tokenizer_of_another_encoder_is_refused(tmp_path: Path) -> None:
     write_clip(tmp_path, vocab_size=100)
-    assert "and the text encoder has 100; use the tokenizer that belongs" in refusal(_ours, tmp_path)
+    assert "and the text encoder has 100; use the tokenizer that belongs" in refusal(
+        _ours, tmp_path
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which names code of its own"),
-        ({"architectures": ["BertModel"]}, "holds ['BertModel'], not a CLIPTextModel or a T5EncoderModel"),
+        (
+            {"architectures": ["BertModel"]},
+            "holds ['BertModel'], not a CLIPTextModel or a T5EncoderModel",
+        ),
         ({"architectures": None}, "names no class (architectures), not a CLIPTextModel"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"num_attention_heads": -2}, "no text encoder can be built from it (num_attention_heads is -2)"),
+        (
+            {"num_attention_heads": -2},
+            "no text encoder can be built from it (num_attention_heads is -2)",
+        ),
         ({"hidden_act": "os.system"}, "no text encoder can be built from it"),
         ({"hidden_size": 32}, "does not fit its config.json"),
         # A buffer of eighty gigabytes, if it were built before it is compared.
@@ -168,16 +193,28 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
     ("change", "message"),
     [
         ({"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "'auto_map', which names code of its own"),
-        ({"tokenizer_class": "BertTokenizer"}, "holds a BertTokenizer, not a CLIPTokenizer or a T5Tokenizer"),
+        (
+            {"tokenizer_class": "BertTokenizer"},
+            "holds a BertTokenizer, not a CLIPTokenizer or a T5Tokenizer",
+        ),
         ({"tokenizer_class": None}, "names no class (tokenizer_class), of a CLIPTokenizer or"),
         ({"vocab_file": "/etc/passwd"}, "has an unknown key 'vocab_file'"),
         ({"init_inputs": ["/etc/passwd"]}, "has an unknown key 'init_inputs'"),
         ({"fast_tokenizer_files": ["../x.json"]}, "has an unknown key 'fast_tokenizer_files'"),
         ({"model_max_lenght": 77}, "did you mean 'model_max_length'"),
         ({"model_max_length": "x"}, "its files do not make a tokenizer"),
-        ({"model_input_names": ["x"]}, "model_input_names is ['x'], without attention_mask; delete it"),
-        ({"additional_special_tokens": [f"<{n}>" for n in range(20_000)]}, "adds 20,000 tokens to its voc"),
-        ({"added_tokens_decoder": {str(n): {} for n in range(1001)}}, "adds 1,001 tokens to its vocabulary"),
+        (
+            {"model_input_names": ["x"]},
+            "model_input_names is ['x'], without attention_mask; delete it",
+        ),
+        (
+            {"additional_special_tokens": [f"<{n}>" for n in range(20_000)]},
+            "adds 20,000 tokens to its voc",
+        ),
+        (
+            {"added_tokens_decoder": {str(n): {} for n in range(1001)}},
+            "adds 1,001 tokens to its vocabulary",
+        ),
         ({"extra_ids": 10**9}, "tokens to its vocabulary, of 1,000 at most; delete those"),
         (
             {"extra_ids": -20_000, "additional_special_tokens": [f"<{n}>" for n in range(20_000)]},
@@ -225,7 +262,13 @@ def test_a_broken_or_missing_file_of_a_tokenizer_is_named(name: str, tmp_path: P
 
 @pytest.mark.parametrize(
     "name",
-    ["text_encoder/config.json", FILE, "tokenizer/vocab.json", "tokenizer/tokenizer_config.json", TEMPLATE],
+    [
+        "text_encoder/config.json",
+        FILE,
+        "tokenizer/vocab.json",
+        "tokenizer/tokenizer_config.json",
+        TEMPLATE,
+    ],
 )
 def test_a_link_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / "pipeline")
@@ -239,10 +282,15 @@ def test_a_link_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> 
 
 def test_t5_masks_its_padding_and_is_the_one_of_transformers(tmp_path: Path) -> None:
     model = write_t5(tmp_path)
-    encoder, tokenizer = read_text_encoder(tmp_path / "text_encoder"), read_tokenizer(tmp_path / "tokenizer")
+    encoder, tokenizer = (
+        read_text_encoder(tmp_path / "text_encoder"),
+        read_tokenizer(tmp_path / "tokenizer"),
+    )
     found = embed(encoder, tokenizer, ["a cat", "a dog and a cat"])
     own = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    given = own(["a cat", "a dog and a cat"], padding="max_length", max_length=300, return_tensors="pt")
+    given = own(
+        ["a cat", "a dog and a cat"], padding="max_length", max_length=300, return_tensors="pt"
+    )
     expected = model(given.input_ids, attention_mask=given.attention_mask)[0]
     assert torch.equal(found.tokens, expected)
     assert torch.equal(found.conditions["encoder_attention_mask"], given.attention_mask)
@@ -254,7 +302,10 @@ def test_t5_masks_its_padding_and_is_the_one_of_transformers(tmp_path: Path) -> 
 
 def test_clip_pools_at_the_end_of_the_text(tmp_path: Path) -> None:
     model = write_clip(tmp_path)
-    encoder, tokenizer = read_text_encoder(tmp_path / "text_encoder"), read_tokenizer(tmp_path / "tokenizer")
+    encoder, tokenizer = (
+        read_text_encoder(tmp_path / "text_encoder"),
+        read_tokenizer(tmp_path / "tokenizer"),
+    )
     pooled = embed(encoder, tokenizer, ["a cat", "do"]).pooled
     for text, found in zip(["a cat", "do"], pooled, strict=True):
         ids = tokenizer([text], return_tensors="pt").input_ids

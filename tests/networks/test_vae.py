@@ -65,7 +65,9 @@ def test_scale_and_shift_are_undone_before_decoding(tmp_path: Path) -> None:
     assert (facts.kind, facts.scale, facts.shift) == ("AutoencoderKL", 0.3611, 0.1159)
 
 
-@pytest.mark.parametrize("index", ["{0}.safetensors.index.fp16.json", "{0}.fp16.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "index", ["{0}.safetensors.index.fp16.json", "{0}.fp16.safetensors.index.json"]
+)
 def test_half_precision_in_several_files_is_found_where_it_is_the_only_copy(
     index: str, tmp_path: Path
 ) -> None:
@@ -96,8 +98,14 @@ def test_names_of_former_versions_are_read_as_diffusers_reads_them(tmp_path: Pat
 def test_a_config_of_early_versions_has_the_defaults_of_its_class(tmp_path: Path) -> None:
     write_vae(tmp_path)
     whole = vae_facts(tmp_path)
-    _drop(tmp_path, "scaling_factor", "shift_factor", "force_upcast", "use_quant_conv", "latents_mean")
-    assert vae_facts(tmp_path) == whole == VaeRecord(**whole.model_dump() | {"scale": 0.18215, "shift": 0.0})
+    _drop(
+        tmp_path, "scaling_factor", "shift_factor", "force_upcast", "use_quant_conv", "latents_mean"
+    )
+    assert (
+        vae_facts(tmp_path)
+        == whole
+        == VaeRecord(**whole.model_dump() | {"scale": 0.18215, "shift": 0.0})
+    )
 
 
 def _drop(folder: Path, *keys: str) -> None:
@@ -121,13 +129,17 @@ def test_a_float16_copy_is_the_same_vae(kind: Literal["kl", "tiny"], tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["kl", "tiny"])
-def test_the_encoder_alone_tells_latent_spaces_apart(kind: Literal["kl", "tiny"], tmp_path: Path) -> None:
+def test_the_encoder_alone_tells_latent_spaces_apart(
+    kind: Literal["kl", "tiny"], tmp_path: Path
+) -> None:
     write_vae(tmp_path / "vae", kind)
     facts, weights = vae_facts(tmp_path / "vae"), load_file(tmp_path / "vae" / FILE)
     parts = {"decoder.": True, "encoder.": False}
     parts |= {"post_quant_conv.": True, "quant_conv.": False} if kind == "kl" else {}
     for part, same in parts.items():
-        changed = {key: value * 1.1 if key.startswith(part) else value for key, value in weights.items()}
+        changed = {
+            key: value * 1.1 if key.startswith(part) else value for key, value in weights.items()
+        }
         save_file(changed, tmp_path / "vae" / FILE)
         assert (vae_facts(tmp_path / "vae") == facts) is same, part
 
@@ -143,7 +155,9 @@ def test_a_float16_vae_that_would_overflow_decodes_in_float32(tmp_path: Path) ->
     assert (decode(read, _latents()) - expected).abs().max() < 0.05
     assert {p.dtype for p in read.parameters()} == {torch.float16}
     edit_json(tmp_path / "config.json", force_upcast=False)
-    with pytest.raises(HddmError, match=r"images 0, 1 of 2 hold NaN or Inf; decode in float32 instead"):
+    with pytest.raises(
+        HddmError, match=r"images 0, 1 of 2 hold NaN or Inf; decode in float32 instead"
+    ):
         decode(read_vae(tmp_path, torch.float16), _latents())
 
 
@@ -151,9 +165,17 @@ def test_a_float16_vae_that_would_overflow_decodes_in_float32(tmp_path: Path) ->
     ("kind", "change", "message"),
     [
         ("kl", {"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which names code of its own"),
-        ("kl", {"_class_name": "VQModel"}, "holds a VQModel, not an AutoencoderKL or an AutoencoderTiny"),
+        (
+            "kl",
+            {"_class_name": "VQModel"},
+            "holds a VQModel, not an AutoencoderKL or an AutoencoderTiny",
+        ),
         ("kl", {"scaling_facto": 1.0}, "did you mean 'scaling_factor'"),
-        ("tiny", {"scaling_factor": 0}, "scaling_factor 0 and shift_factor 0.0 must be numbers below 1e+06"),
+        (
+            "tiny",
+            {"scaling_factor": 0},
+            "scaling_factor 0 and shift_factor 0.0 must be numbers below 1e+06",
+        ),
         ("tiny", {"shift_factor": "a"}, "shift_factor a must be numbers"),
         ("kl", {"latent_channels": 8}, "does not fit its config.json"),
         ("kl", {"latents_mean": [0.0] * 4}, "states latents_mean, a scale for each channel"),
@@ -187,7 +209,9 @@ def test_tensors_that_are_not_finite_or_do_not_fit_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["config.json", FILE])
-def test_a_missing_file_and_a_link_that_leaves_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+def test_a_missing_file_and_a_link_that_leaves_the_folder_are_refused(
+    name: str, tmp_path: Path
+) -> None:
     write_vae(tmp_path / "vae")
     (tmp_path / "vae" / name).rename(tmp_path / name)
     assert name in _refused(tmp_path / "vae")
@@ -195,4 +219,6 @@ def test_a_missing_file_and_a_link_that_leaves_the_folder_are_refused(name: str,
     assert "outside the folder" in _refused(tmp_path / "vae")
     if name == FILE:
         (tmp_path / "vae" / name).rename(tmp_path / "vae" / "diffusion_pytorch_model.bin")
-        assert "only diffusion_pytorch_model.bin; save it as safetensors" in _refused(tmp_path / "vae")
+        assert "only diffusion_pytorch_model.bin; save it as safetensors" in _refused(
+            tmp_path / "vae"
+        )

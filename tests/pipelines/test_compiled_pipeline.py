@@ -75,7 +75,10 @@ def test_a_worker_of_a_service_compiles_once_for_all_batch_sizes(folder: Path) -
     )
     noise = torch.Generator().manual_seed(0)
     for num in (2, 3, 5):
-        x, t = torch.randn(num, 3, 4, 4, generator=noise), torch.full((num,), 0.5, dtype=torch.float64)
+        x, t = (
+            torch.randn(num, 3, 4, 4, generator=noise),
+            torch.full((num,), 0.5, dtype=torch.float64),
+        )
         job = VelocityJob(x, t, Guidance(1.0), {}, {"class_labels": torch.arange(num) % 3})
         expected, found = (asyncio.run(worker.answer(job)) for worker in (plain, compiled))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

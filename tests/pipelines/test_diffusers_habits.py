@@ -72,7 +72,9 @@ def test_dtypes_are_taken_as_diffusers_takes_them(tmp_path: Path) -> None:
         assert _dtypes(pipe) == expected
         made = _images(pipe, class_labels=None, prompt="a cat", output_type="pt")
         assert made.isfinite().all()
-    assert re.search("did you mean 'vae'.*not 'vea'", refusal(load_pipeline, folder, dtype={"vea": half}))
+    assert re.search(
+        "did you mean 'vae'.*not 'vea'", refusal(load_pipeline, folder, dtype={"vea": half})
+    )
     # No option runs code, or reads other files than the folder's own.
     for option in ("trust_remote_code", "custom_pipeline", "variant"):
         with pytest.raises(TypeError, match=option):
@@ -84,7 +86,9 @@ def test_parts_that_are_passed_replace_those_of_the_folder(tmp_path: Path) -> No
     other = load_pipeline(folder, vae=None, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     assert other.vae is None
     assert other.ensemble.shift == 3.0
-    with_vae = load_pipeline(folder, vae=load_pipeline(folder).vae, text_encoder=None, tokenizer=None)
+    with_vae = load_pipeline(
+        folder, vae=load_pipeline(folder).vae, text_encoder=None, tokenizer=None
+    )
     text = {"encoder_hidden_states": torch.zeros(2, 77, 16)}
     embeds = {"conditions": text, "class_labels": None, "output_type": "pt"}
     assert torch.equal(_images(with_vae, **embeds), _images(load_pipeline(folder), **embeds))
@@ -129,7 +133,9 @@ def test_class_labels_are_taken_from_arrays(folder: Path) -> None:
         assert "no class" in refusal(_images, pipe, class_labels=wrong)
 
 
-def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_named_when_weights_are_needed(
+    folder: Path, tmp_path: Path
+) -> None:
     own = copied(folder, tmp_path)
     pipe, whole = load_pipeline(own), load_pipeline(own)
     made = _images(whole, strategy="full")
@@ -139,7 +145,8 @@ def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tm
     for call in (lambda: _images(pipe), lambda: pipe.save_pretrained(tmp_path / "saved")):
         words = refusal(call)
         assert re.search(
-            rf"{re.escape(str(own))}/experts/\d/{WEIGHTS}: was moved or deleted after the model was", words
+            rf"{re.escape(str(own))}/experts/\d/{WEIGHTS}: was moved or deleted after the model was",
+            words,
         )
         assert "keep the folder" in words
     assert not (tmp_path / "saved").exists()

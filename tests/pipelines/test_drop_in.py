@@ -10,7 +10,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import DDIMScheduler, DiffusionPipeline, SD3Transformer2DModel, StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    DiffusionPipeline,
+    SD3Transformer2DModel,
+    StableDiffusionPipeline,
+)
 from torch import Tensor
 
 from hddm import Ensemble, VelocityField, drop_in, load
@@ -29,7 +34,12 @@ from tests.ensemble_files import saved, text_experts
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router
 
 SD = {**SD_BETAS, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
-TINY = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "pooled_projection_dim": 16}
+TINY = {
+    "num_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "pooled_projection_dim": 16,
+}
 TEXT = {"cross_attention_dim": 16}
 XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
 XL |= {"projection_class_embeddings_input_dim": 16 + 6 * 4}
@@ -46,7 +56,10 @@ def texts(*names: str, tokens: int = 7, width: int = 16) -> dict[str, Tensor]:
     made = {}
     for seed, name in enumerate(names):
         shape = (2, tokens, width) if name == "prompt_embeds" else (2, 16)
-        made |= {name: numbers(*shape, seed=seed), f"negative_{name}": numbers(*shape, seed=seed + 10)}
+        made |= {
+            name: numbers(*shape, seed=seed),
+            f"negative_{name}": numbers(*shape, seed=seed + 10),
+        }
     return made
 
 
@@ -84,15 +97,26 @@ FAMILIES = {
     "sd3": Family(
         diffusers.StableDiffusion3Pipeline,
         "transformer",
-        lambda: randomised(SD3Transformer2DModel(sample_size=8, in_channels=4, out_channels=4, **SD3)),
+        lambda: randomised(
+            SD3Transformer2DModel(sample_size=8, in_channels=4, out_channels=4, **SD3)
+        ),
         diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         texts("prompt_embeds", "pooled_prompt_embeds"),
-        ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
+        (
+            "text_encoder",
+            "tokenizer",
+            "text_encoder_2",
+            "tokenizer_2",
+            "text_encoder_3",
+            "tokenizer_3",
+        ),
     ),
     "flux": Family(
         diffusers.FluxPipeline,
         "transformer",
-        lambda: randomised(diffusers.FluxTransformer2DModel(in_channels=16, num_single_layers=1, **FLUX)),
+        lambda: randomised(
+            diffusers.FluxTransformer2DModel(in_channels=16, num_single_layers=1, **FLUX)
+        ),
         diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         {**texts("prompt_embeds", "pooled_prompt_embeds"), "true_cfg_scale": 2.0},
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
@@ -117,7 +141,9 @@ V_PREDICTION = DDIMScheduler(**SD, prediction_type="v_prediction", rescale_betas
 FAMILIES["sd-v"] = replace(FAMILIES["sd"], scheduler=V_PREDICTION)
 HALF_TIMES = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=500)
 FAMILIES["sd3 of 500 steps"] = replace(FAMILIES["sd3"], scheduler=HALF_TIMES)
-FLUX_CONTROL = randomised(diffusers.FluxControlNetModel(in_channels=16, num_single_layers=1, **FLUX))
+FLUX_CONTROL = randomised(
+    diffusers.FluxControlNetModel(in_channels=16, num_single_layers=1, **FLUX)
+)
 FAMILIES["flux with ControlNet"] = replace(
     FAMILIES["flux"],
     pipeline=diffusers.FluxControlNetPipeline,
@@ -166,7 +192,9 @@ def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
 
 
-def test_images_of_classes_are_those_of_the_stock_dit_pipeline(tmp_path: Path, hddm: Command) -> None:
+def test_images_of_classes_are_those_of_the_stock_dit_pipeline(
+    tmp_path: Path, hddm: Command
+) -> None:
     """Its network also predicts a variance, which the scheduler does not use."""
     network = dit(num_embeds_ada_norm=1000, in_channels=4, out_channels=8, sample_size=8)
     pipe = diffusers.DiTPipeline(network, write_vae(tmp_path / "vae"), DDIMScheduler())
@@ -182,7 +210,9 @@ def test_images_of_classes_are_those_of_the_stock_dit_pipeline(tmp_path: Path, h
     assert (images() - theirs).abs().max() < 1e-4
 
 
-def sd_pipeline(kind: type[DiffusionPipeline], like: DiffusionPipeline, **parts: Any) -> DiffusionPipeline:
+def sd_pipeline(
+    kind: type[DiffusionPipeline], like: DiffusionPipeline, **parts: Any
+) -> DiffusionPipeline:
     """A pipeline of another kind with the same components."""
     empty = dict.fromkeys(FAMILIES["sd"].empty)
     shared = {"vae": like.vae, "unet": like.unet, "scheduler": like.scheduler}
@@ -204,10 +234,15 @@ def experts(sd: DiffusionPipeline) -> list[VelocityField]:
         NetworkWrapper(sd.unet), from_diffusers(sd.scheduler), "epsilon", conditions=conditions
     )
     flow = NetworkWrapper(text_unet(seed=5))
-    return [own, VelocityField(flow, LinearSchedule(), "flow_prediction", 1000.0, conditions=conditions)]
+    return [
+        own,
+        VelocityField(flow, LinearSchedule(), "flow_prediction", 1000.0, conditions=conditions),
+    ]
 
 
-SCHEDULERS = "EulerDiscrete EulerAncestralDiscrete HeunDiscrete DPMSolverMultistep UniPCMultistep PNDM"
+SCHEDULERS = (
+    "EulerDiscrete EulerAncestralDiscrete HeunDiscrete DPMSolverMultistep UniPCMultistep PNDM"
+)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS.split())
@@ -227,7 +262,9 @@ def test_image_to_image_inpainting_and_controlnet_work(
     sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
     inputs, picture = FAMILIES["sd"].inputs, numbers(2, 3, 16, 16).clamp(-1, 1)
-    control = diffusers.ControlNetModel.from_unet(sd.unet, conditioning_embedding_out_channels=(8, 8))
+    control = diffusers.ControlNetModel.from_unet(
+        sd.unet, conditioning_embedding_out_channels=(8, 8)
+    )
     mask = (torch.arange(16) < 8).float().expand(2, 1, 16, 16)
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("Img2Img", {}, {"image": picture, "strength": 0.5}),
@@ -238,7 +275,9 @@ def test_image_to_image_inpainting_and_controlnet_work(
         pipe = sd_pipeline(getattr(diffusers, f"StableDiffusion{name}Pipeline"), sd, **parts)
         theirs = latents(pipe, **inputs, **more)
         pipe.unet = drop_in(experts[0], pipe)
-        assert (latents(pipe, **inputs, **more) - theirs).abs().max() < 2e-5 * theirs.abs().max(), name
+        assert (latents(pipe, **inputs, **more) - theirs).abs().max() < 2e-5 * theirs.abs().max(), (
+            name
+        )
         pipe.unet = drop_in(Ensemble(experts, strategy="draw"), pipe)
         assert latents(pipe, **inputs, **more).isfinite().all()
 
@@ -249,7 +288,9 @@ def test_under_draw_the_noise_decides_which_expert_makes_an_image(
 ) -> None:
     inputs, pipe, found = FAMILIES["sd"].inputs, sd_pipeline(StableDiffusionPipeline, sd), []
     # The second one scales its states, and starts at another timestep.
-    trailing = diffusers.EulerDiscreteScheduler.from_config(sd.scheduler.config, timestep_spacing="trailing")
+    trailing = diffusers.EulerDiscreteScheduler.from_config(
+        sd.scheduler.config, timestep_spacing="trailing"
+    )
 
     def images(model: VelocityField | Ensemble) -> list[Tensor]:
         pipe.unet = drop_in(model, pipe)
@@ -260,7 +301,11 @@ def test_under_draw_the_noise_decides_which_expert_makes_an_image(
         assert drawn[0].equal(drawn[3])
         alone = list(map(images, experts))
         by = [
-            [k for k in (0, 1) if (image - alone[k][seed][row]).abs().max() < 2e-5 * image.abs().max()]
+            [
+                k
+                for k in (0, 1)
+                if (image - alone[k][seed][row]).abs().max() < 2e-5 * image.abs().max()
+            ]
             for seed in (0, 1, 2)
             for row, image in enumerate(drawn[seed])
         ]
@@ -296,7 +341,9 @@ def test_images_of_a_loop_over_one_tensor_of_timesteps_have_an_expert_each(
     found = [_own_loop(stand_in, timesteps, state) for state in states]
     drawn = set()
     for state, image in zip(states, found, strict=True):
-        assert _own_loop(drop_in(Ensemble(experts, router, strategy), pipe), timesteps, state).equal(image)
+        assert _own_loop(
+            drop_in(Ensemble(experts, router, strategy), pipe), timesteps, state
+        ).equal(image)
         alone = [_own_loop(drop_in(one, pipe), timesteps, state) for one in experts]
         drawn |= {k for k in (0, 1) if alone[k].equal(image)}
     assert drawn == {0, 1}
@@ -329,7 +376,9 @@ def test_branches_one_after_the_other_are_one_generation_and_two_by_turns_are_re
 @pytest.mark.integration
 def test_prompts_choose_the_expert_as_for_hddm_sample(tmp_path: Path) -> None:
     encoder = write_clip(tmp_path)
-    for k, (one, text) in enumerate(zip(text_experts(2), ("cat, a cat", "dog, two dogs"), strict=True)):
+    for k, (one, text) in enumerate(
+        zip(text_experts(2), ("cat, a cat", "dog, two dogs"), strict=True)
+    ):
         describe_topic(saved(tmp_path / str(k), one), text=text, **texts_in(tmp_path))
     assemble([tmp_path / "0", tmp_path / "1"], tmp_path / "both", **texts_in(tmp_path))
     prompts = ["a cat", "two dogs"]
@@ -340,7 +389,12 @@ def test_prompts_choose_the_expert_as_for_hddm_sample(tmp_path: Path) -> None:
     pipe.register_modules(text_encoder=encoder, tokenizer=read_tokenizer(tmp_path / "tokenizer"))
     model = load(tmp_path / "both")
     assert isinstance(model, Ensemble)
-    size: dict[str, Any] = {"height": 8, "width": 8, "guidance_scale": 3.0, "negative_prompt": ["a bird"] * 2}
+    size: dict[str, Any] = {
+        "height": 8,
+        "width": 8,
+        "guidance_scale": 3.0,
+        "negative_prompt": ["a bird"] * 2,
+    }
     given = size | {"num_images_per_prompt": 3, "num_inference_steps": 2, "output_type": "latent"}
 
     def images(stand_in: Any, **inputs: Any) -> Tensor:
@@ -358,7 +412,9 @@ def test_prompts_choose_the_expert_as_for_hddm_sample(tmp_path: Path) -> None:
     with torch.no_grad():
         other = encoder(torch.arange(77)[None]).last_hidden_state
     pipe.text_encoder._forward_hooks.clear()
-    with pytest.warns(UserWarning, match="only the shares do; descriptions of experts need it as text"):
+    with pytest.warns(
+        UserWarning, match="only the shares do; descriptions of experts need it as text"
+    ):
         images(drop_in(model, pipe), prompt=None, prompt_embeds=other.flip(1).repeat(2, 1, 1))
 
 
@@ -370,7 +426,10 @@ def test_an_expert_without_text_makes_no_image_of_a_prompt(
     blind = VelocityField(pixels, LinearSchedule(), "flow_prediction", 1000.0, conditions=())
     for strategy in ("draw", "full"):
         model = Ensemble(
-            [blind, experts[0]], lambda x, t: x.new_tensor([[0.9, 0.1]]).expand(len(x), 2), strategy, [9, 1]
+            [blind, experts[0]],
+            lambda x, t: x.new_tensor([[0.9, 0.1]]).expand(len(x), 2),
+            strategy,
+            [9, 1],
         )
         pipe.unet = drop_in(model, pipe)
         made = [latents(pipe, seed=seed, **FAMILIES["sd"].inputs) for seed in range(3)]
@@ -383,19 +442,28 @@ def test_an_expert_without_text_makes_no_image_of_a_prompt(
 def test_an_expert_that_does_not_know_a_class_is_refused() -> None:
     pipe = diffusers.DDPMPipeline(plain_unet(num_class_embeds=3), DDIMScheduler(**SD))
     network, schedule = NetworkWrapper(pipe.unet), from_diffusers(pipe.scheduler)
-    declared = {"conditions": ["class_labels"], "null_conditions": {"class_labels": torch.tensor(2)}}
+    declared = {
+        "conditions": ["class_labels"],
+        "null_conditions": {"class_labels": torch.tensor(2)},
+    }
     one, other = (
         VelocityField(network, schedule, "epsilon", **declared, classes=own) for own in ("ab", "bc")
     )
     x, labels = numbers(1, 3, 8, 8), torch.tensor([0, 2])
-    assert "from 0 to 2 here (2 is no class), not [3]" in refusal(drop_in(one, pipe), x, 500, labels[1:] + 1)
+    assert "from 0 to 2 here (2 is no class), not [3]" in refusal(
+        drop_in(one, pipe), x, 500, labels[1:] + 1
+    )
     mixed = Ensemble([one, other], strategy="draw")
     # Three images of equal noise, with guidance away from no class: two branches, and each has its expert.
     drop_in(mixed, pipe)(x.repeat(6, 1, 1, 1), 500, torch.tensor([0, 2, 2, 9, 9, 9]))
-    assert "expert 0 knows no class 'c'" in refusal(drop_in(mixed, pipe), x.repeat(2, 1, 1, 1), 500, labels)
+    assert "expert 0 knows no class 'c'" in refusal(
+        drop_in(mixed, pipe), x.repeat(2, 1, 1, 1), 500, labels
+    )
 
 
-def test_it_is_loaded_as_the_network_was_and_cast_with_the_pipeline(tmp_path: Path, hddm: Command) -> None:
+def test_it_is_loaded_as_the_network_was_and_cast_with_the_pipeline(
+    tmp_path: Path, hddm: Command
+) -> None:
     pipe = stock("sd", tmp_path)
     converted(pipe, tmp_path, hddm)
     pipe.to(torch.bfloat16)
@@ -417,8 +485,12 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
 
     mixed = Ensemble(
         [
-            VelocityField(OracleNetwork(shards[0], table, "epsilon"), from_diffusers(scheduler), "epsilon"),
-            VelocityField(OracleNetwork(shards[1], cosine, "v_prediction"), CosineSchedule(), "v_prediction"),
+            VelocityField(
+                OracleNetwork(shards[0], table, "epsilon"), from_diffusers(scheduler), "epsilon"
+            ),
+            VelocityField(
+                OracleNetwork(shards[1], cosine, "v_prediction"), CosineSchedule(), "v_prediction"
+            ),
         ],
         exact_router(shards, prior),
         "full",
@@ -431,7 +503,9 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
         x_0, eps = whole.x_0_and_eps(y, a, s)
         a, s = a.view(-1, 1, 1, 1), s.view(-1, 1, 1, 1)
         truth = {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[prediction]
-        assert (stand_in(y, torch.tensor(step)).sample - truth).abs().max() < 1e-9 * truth.abs().max()
+        assert (
+            stand_in(y, torch.tensor(step)).sample - truth
+        ).abs().max() < 1e-9 * truth.abs().max()
 
 
 def test_it_looks_like_the_network_that_it_replaces(
@@ -440,7 +514,9 @@ def test_it_looks_like_the_network_that_it_replaces(
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
     own = pipe.unet = drop_in(experts[0], pipe)
     assert (own.config, own.dtype, own.device.type) == (sd.unet.config, torch.float32, "cpu")
-    assert sum(one.numel() for one in own.parameters()) == sum(one.numel() for one in sd.unet.parameters())
+    assert sum(one.numel() for one in own.parameters()) == sum(
+        one.numel() for one in sd.unet.parameters()
+    )
     state, text = numbers(1, 4, 8, 8).bfloat16(), numbers(1, 7, 16)
     (output,) = own(state, 500, encoder_hidden_states=text, return_dict=False)
     assert (output.dtype, output.shape) == (torch.bfloat16, state.shape)
@@ -470,16 +546,30 @@ def test_what_cannot_stand_in_is_refused_in_one_line(
     assert "t = 1 of the pipeline's scheduler lies outside the range of all experts" in refused
     parts = [Part(one, text_encoder=k) for k, one in enumerate(experts)]
     assert "trained with several" in refusal(drop_in, Ensemble(parts, strategy="draw"), pipe)
-    assert "unet is of class AutoencoderKL" in refusal(drop_in, experts[0], SimpleNamespace(unet=pipe.vae))
+    assert "unet is of class AutoencoderKL" in refusal(
+        drop_in, experts[0], SimpleNamespace(unet=pipe.vae)
+    )
 
 
 @pytest.mark.parametrize(
     ("inputs", "scheduler", "said"),
     [
-        ({"cross_attention_kwargs": {"scale": 0.5}}, None, "cross_attention_kwargs: the experts have no"),
+        (
+            {"cross_attention_kwargs": {"scale": 0.5}},
+            None,
+            "cross_attention_kwargs: the experts have no",
+        ),
         ({"timestep_cond": numbers(1, 8)}, None, "takes no condition 'timestep_cond'"),
-        ({"mid_block_additional_residual": numbers(1)}, None, "adds to layers of UNet2DConditionModel"),
-        ({}, diffusers.DDPMScheduler(variance_type="learned_range"), "variance_type is learned_range"),
+        (
+            {"mid_block_additional_residual": numbers(1)},
+            None,
+            "adds to layers of UNet2DConditionModel",
+        ),
+        (
+            {},
+            diffusers.DDPMScheduler(variance_type="learned_range"),
+            "variance_type is learned_range",
+        ),
         (
             {},
             diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
@@ -492,7 +582,9 @@ def test_what_would_be_lost_in_a_call_is_refused_in_one_line(
 ) -> None:
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
     other = NetworkWrapper(plain_unet(in_channels=4, out_channels=4))
-    field = VelocityField(other, LinearSchedule(), "flow_prediction", conditions=["encoder_hidden_states"])
+    field = VelocityField(
+        other, LinearSchedule(), "flow_prediction", conditions=["encoder_hidden_states"]
+    )
     pipe.unet, pipe.scheduler = drop_in(field, pipe), scheduler or pipe.scheduler
     assert said in refusal(pipe.unet, numbers(1, 4, 8, 8), 500, numbers(1, 7, 16), **inputs)
 

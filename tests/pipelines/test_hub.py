@@ -52,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _files(folder: Path) -> dict[str, bytes]:
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {one.as_posix(): (folder / one).read_bytes() for one in names if not one.name.startswith(".")}
+    return {
+        one.as_posix(): (folder / one).read_bytes() for one in names if not one.name.startswith(".")
+    }
 
 
 @pytest.mark.integration
@@ -75,12 +77,16 @@ def test_a_pushed_folder_comes_back_as_it_was(
     # The lines of the card, and diffusers by itself, in a process that knows the hub's address alone.
     (lines,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     folder_line, alone = re.findall(r"`(folder = .*?|DiffusionPipeline.*?)`", card.text)
-    lines += f"\nfrom diffusers import DiffusionPipeline\nimport torch\n{folder_line}\nother = {alone}"
+    lines += (
+        f"\nfrom diffusers import DiffusionPipeline\nimport torch\n{folder_line}\nother = {alone}"
+    )
     lines += f"\nassert torch.equal(pipe(**{GIVEN}).images, other(**{GIVEN}).images)"
     home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
     script = [sys.executable, "-c", lines]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    made = subprocess.run(script, cwd=tmp_path, env=os.environ | home | paths, capture_output=True, text=True)
+    made = subprocess.run(
+        script, cwd=tmp_path, env=os.environ | home | paths, capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "image.png").is_file()
     # Once more, with one expert less, into the repository that is there.
@@ -114,8 +120,14 @@ def test_what_a_hub_refuses_is_one_line_without_the_token(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for token, said in (
-        ("hf_wrong", f"{hub.endpoint}: the hub does not accept this token; log in again with hf auth login"),
-        (READS_ONLY, f"{hub.endpoint}: this token may not write to {NAME}; use a token of its owner"),
+        (
+            "hf_wrong",
+            f"{hub.endpoint}: the hub does not accept this token; log in again with hf auth login",
+        ),
+        (
+            READS_ONLY,
+            f"{hub.endpoint}: this token may not write to {NAME}; use a token of its owner",
+        ),
         (None, "no token for the hub: set HF_TOKEN, or log in with hf auth login"),
     ):
         monkeypatch.setenv("HF_TOKEN", token or "")
@@ -149,7 +161,10 @@ def test_a_card_of_ones_own_stays_and_one_of_hddm_is_made_anew(
     assert (code, err) == (0, "")
     assert f"note: {own / 'README.md'} is yours, and is the card as it is" in out
     assert hub.repos[NAME]["README.md"] == (own / "README.md").read_bytes()
-    assert "--licence: is for a card that hddm writes" in hddm("push", own, NAME, "--licence", "MIT")[2]
+    assert (
+        "--licence: is for a card that hddm writes"
+        in hddm("push", own, NAME, "--licence", "MIT")[2]
+    )
     (own / "README.md").write_text(f"an old one\n{MARK}\n")
     assert hddm("push", own, NAME)[0] == 0
     assert "an old one" not in hub.repos[NAME]["README.md"].decode()
@@ -166,7 +181,10 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
         (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_bytes(name.encode())
     code, out, _ = hddm("push", made, NAME, "--dry-run")
-    assert (code, f"note: left out, since no manifest lists them: {', '.join(keys)}\n" in out) == (0, True)
+    assert (code, f"note: left out, since no manifest lists them: {', '.join(keys)}\n" in out) == (
+        0,
+        True,
+    )
     assert hddm("push", made, NAME)[0] == 0
     sent = dict(hub.repos[NAME])
     assert {sent.pop(name) for name in ("LICENSE", "pictures/sheet.PNG")} == {
@@ -188,9 +206,19 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
         (["MIT", "mit"], "mit", None, None),
         (["Apache-2.0", "MIT"], "other", "apache-2.0-and-mit", None),
         (["CreativeML Open RAIL-M"], "other", "creativeml-open-rail-m", None),
-        (["MIT", "CC-BY-NC-4.0 (assumed: released so)"], "other", "cc-by-nc-4.0-and-mit", "b is under CC-BY"),
+        (
+            ["MIT", "CC-BY-NC-4.0 (assumed: released so)"],
+            "other",
+            "cc-by-nc-4.0-and-mit",
+            "b is under CC-BY",
+        ),
         (["cc-by-nc-4.0", "cc-by-nc-4.0"], "cc-by-nc-4.0", None, "a is under cc-by-nc-4.0"),
-        (["MIT AND FLUX.1 [dev] Non-Commercial"], "other", "flux.1-dev-non-commercial-and-mit", "a is under"),
+        (
+            ["MIT AND FLUX.1 [dev] Non-Commercial"],
+            "other",
+            "flux.1-dev-non-commercial-and-mit",
+            "a is under",
+        ),
         (["Inc-open"], "other", "inc-open", None),
         (["MIT", None], "unknown", None, "ask the owner of b"),
         ([None, "cc-by-nc-4.0"], "other", "cc-by-nc-4.0", "b is under"),
@@ -207,7 +235,9 @@ def test_the_licences_of_the_parts_decide_that_of_the_card(
         assert "ask the owner of" in found[2][-1]
 
 
-def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(tmp_path: Path, hddm: Command) -> None:
+def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(
+    tmp_path: Path, hddm: Command
+) -> None:
     folder = write_text(tmp_path / "made")
     edit_json(folder / "experts/0/expert.json", licence="CC-BY-NC-4.0 (assumed)")
     edit_json(folder / "experts/1/expert.json", licence="odd | <b>licence</b>")
@@ -225,22 +255,30 @@ def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(tmp_path: 
     }
     title, first, *_ = [line for line in card.text.splitlines() if line]
     assert title == "# some-ensemble"
-    assert first.startswith("**Non-commercial**: experts/0 is under CC-BY-NC-4.0 (assumed), so all of this")
+    assert first.startswith(
+        "**Non-commercial**: experts/0 is under CC-BY-NC-4.0 (assumed), so all of this"
+    )
     assert re.search(r"^\| experts/1 +\| flow .*odd \\\| &lt;b>licence", text, re.MULTILINE)
     assert re.search(r"^\| vae +\|.*\| mit +\|$", text, re.MULTILINE)
-    assert f"{(folder / 'vae/diffusion_pytorch_model.safetensors').stat().st_size:,}  vae/diff" in out
+    assert (
+        f"{(folder / 'vae/diffusion_pytorch_model.safetensors').stat().st_size:,}  vae/diff" in out
+    )
     (lines,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert 'pipe("a red car", seed=0)' in lines
     assert len([line for line in lines.splitlines() if line]) <= 5
 
 
-def test_a_licence_from_elsewhere_stays_within_its_line(folder: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_licence_from_elsewhere_stays_within_its_line(
+    folder: Path, tmp_path: Path, hddm: Command
+) -> None:
     made = copied(folder, tmp_path)
     edit_json(made / "experts/0/expert.json", licence="CC-BY-NC\n\n# Free for all\x07")
     edit_members(made, name=["[mine](http://bad) *x* `y`", "b_c"])
     code, out, err = hddm("push", made, NAME, "--dry-run")
     assert (code, err) == (0, "")
-    assert re.findall(r"^.*Free for all", out, re.MULTILINE)[0].startswith("note: Non-commercial: experts/0")
+    assert re.findall(r"^.*Free for all", out, re.MULTILINE)[0].startswith(
+        "note: Non-commercial: experts/0"
+    )
     assert "\x07" not in out
     assert r"experts/0 (\[mine\](http://bad) \*x\* \`y\`)" in out[out.index("# some-ensemble") :]
     assert "](http" not in out[out.index("# some-ensemble") :].replace(r"\](http", "")
@@ -252,12 +290,23 @@ def test_measured_numbers_are_those_of_this_model(
 ) -> None:
     samples, results, tables = (tmp_path / name for name in ("samples", "result.json", "tables.md"))
     assert hddm("sample", ensemble, "--out", samples, "--num-images", 8, "--steps", 1)[0] == 0
-    line = ["evaluate", samples, "--reference", images, "--out", results, "--features", "classifier"]
+    line = [
+        "evaluate",
+        samples,
+        "--reference",
+        images,
+        "--out",
+        results,
+        "--features",
+        "classifier",
+    ]
     assert hddm(*line, "--allow-few")[0] == 0
     _, out, _ = hddm("push", ensemble, NAME, "--dry-run", "--results", results)
     assert re.search(r"## Measured\n\n\|.*\n.*\n\| Fréchet distance to training images .*\d", out)
     assert "Not comparable: too few images" in out
-    assert "measures another model" in hddm("push", folder, NAME, "--dry-run", "--results", results)[2]
+    assert (
+        "measures another model" in hddm("push", folder, NAME, "--dry-run", "--results", results)[2]
+    )
     tables.write_text("| a | b |\n")
     _, out, _ = hddm("push", folder, NAME, "--dry-run", "--results", tables)
     assert "## Measured\n\n| a | b |\n" in out

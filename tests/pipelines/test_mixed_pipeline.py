@@ -34,14 +34,18 @@ def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: st
     model, labels = hddm.load(folder, torch.float64), torch.tensor(LABELS)
     assert whole.dtype == torch.float64
     for size in (1, 3):
-        parts = [_latents(pipe, i, min(i + size, NUM), strategy=strategy) for i in range(0, NUM, size)]
+        parts = [
+            _latents(pipe, i, min(i + size, NUM), strategy=strategy) for i in range(0, NUM, size)
+        ]
         torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-9)
         sampled = hddm.sample(model, NUM, 3, STEPS, strategy, batch_size=size, class_labels=labels)
         torch.testing.assert_close(sampled, whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("offload", ["ram", "disk"])
-def test_networks_of_others_come_back_with_all_that_they_had(folder: Path, offload: Offload) -> None:
+def test_networks_of_others_come_back_with_all_that_they_had(
+    folder: Path, offload: Offload
+) -> None:
     # Diffusers' networks have constants that no file holds.
     plain = _latents(load_pipeline(folder))
     pipe = load_pipeline(folder, offload=offload)

@@ -47,9 +47,13 @@ def pipe() -> HDDMPipeline:
 
 
 @pytest.mark.parametrize("strategy", ["draw", "top-2", "commit-0.5"])
-def test_strength_goes_from_the_picture_to_the_plain_sample(pipe: HDDMPipeline, strategy: str) -> None:
+def test_strength_goes_from_the_picture_to_the_plain_sample(
+    pipe: HDDMPipeline, strategy: str
+) -> None:
     image, how = picture(), {"strategy": strategy, "batch_size": 3, **STEPS}
-    assert all(one.tobytes() == image.tobytes() for one in pipe(image=image, strength=0, **how).images)
+    assert all(
+        one.tobytes() == image.tobytes() for one in pipe(image=image, strength=0, **how).images
+    )
     plain = pipe(output_type="pt", **how).images
     assert torch.equal(pipe(image=image, strength=1, output_type="pt", **how).images, plain)
     between = pipe(image=image, strength=0.6, output_type="latent", **how)
@@ -67,7 +71,10 @@ def test_pictures_are_read_as_images_of_a_data_set_are(pipe: HDDMPipeline, tmp_p
     image = picture()
     image.save(tmp_path / "turned.png", exif=turned)
     Image.fromarray(deep * 257).save(tmp_path / "deep.png")
-    for name, pixels in (("turned", np.rot90(np.array(image), -1)), ("deep", np.stack([deep] * 3, -1))):
+    for name, pixels in (
+        ("turned", np.rot90(np.array(image), -1)),
+        ("deep", np.stack([deep] * 3, -1)),
+    ):
         with Image.open(tmp_path / f"{name}.png") as opened:
             assert (np.array(pipe(image=opened, strength=0, **STEPS).images[0]) == pixels).all()
 
@@ -78,10 +85,14 @@ def test_what_a_mask_leaves_black_keeps_its_pixels(pipe: HDDMPipeline) -> None:
     pixels = np.stack([np.array(one) for one in made])
     assert (pixels[:, ~MASK] == np.array(image)[~MASK]).all()
     assert (pixels[:, MASK] != np.array(image)[MASK]).any()
-    again = pipe(image=units(image), mask_image=MASK[None].float(), resampling_steps=2, **how).images
+    again = pipe(
+        image=units(image), mask_image=MASK[None].float(), resampling_steps=2, **how
+    ).images
     assert [one.tobytes() for one in again] == [one.tobytes() for one in made]
     # Noise of a step depends on the seed and the image's number alone.
-    last = pipe(image=image, mask_image=white(MASK), resampling_steps=2, start=2, **how | {"batch_size": 1})
+    last = pipe(
+        image=image, mask_image=white(MASK), resampling_steps=2, start=2, **how | {"batch_size": 1}
+    )
     assert last.images[0].tobytes() == made[2].tobytes()
 
 
@@ -119,13 +130,21 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
             {"image": picture(), "mask_image": torch.ones(1, 8, 8)},
             r"the mask is .*, and the picture \(1, 3, 4, 4\)",
         ),
-        ({"image": picture(), "mask_image": white(MASK).resize((8, 4))}, "of 8×4 pixels is cropped unlike"),
-        ({"image": np.full((4, 4, 3), 200, np.uint8)}, "image: array of 200 to 200; pass pixels from 0 to 1"),
+        (
+            {"image": picture(), "mask_image": white(MASK).resize((8, 4))},
+            "of 8×4 pixels is cropped unlike",
+        ),
+        (
+            {"image": np.full((4, 4, 3), 200, np.uint8)},
+            "image: array of 200 to 200; pass pixels from 0 to 1",
+        ),
         ({"image": [picture()] * 2, "batch_size": 3}, "the picture is .*, and 3 samples need"),
     ],
     ids=lambda one: str(one) if isinstance(one, str) else "",
 )
-def test_what_does_not_fit_is_refused(pipe: HDDMPipeline, asked: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_is_refused(
+    pipe: HDDMPipeline, asked: dict[str, Any], words: str
+) -> None:
     assert re.search(words, refusal(pipe, **asked, **STEPS))
 
 
@@ -133,8 +152,26 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     pipe.save_pretrained(tmp_path / "model")
     picture().save(tmp_path / "old.png")
     white(MASK).save(tmp_path / "mask.png")
-    base = ("sample", tmp_path / "model", "--num-images", 2, "--seed", 5, "--steps", 4, "--strategy", "top-2")
-    begin = ("--init-image", tmp_path / "old.png", "--mask", tmp_path / "mask.png", "--resampling-steps", 2)
+    base = (
+        "sample",
+        tmp_path / "model",
+        "--num-images",
+        2,
+        "--seed",
+        5,
+        "--steps",
+        4,
+        "--strategy",
+        "top-2",
+    )
+    begin = (
+        "--init-image",
+        tmp_path / "old.png",
+        "--mask",
+        tmp_path / "mask.png",
+        "--resampling-steps",
+        2,
+    )
     printed(hddm, *base, *begin, "--out", tmp_path / "out")
     how = {"strategy": "top-2", "batch_size": 2, "resampling_steps": 2, **STEPS}
     made = pipe(image=picture(), mask_image=white(MASK), **how).images
@@ -150,7 +187,9 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
 
 
 def test_an_edit_goes_from_one_prompt_to_another(tmp_path: Path, hddm: Command) -> None:
-    pipe = pipeline_in_memory([flow_expert(seed, num_classes=3) for seed in range(2)], strategy="full")
+    pipe = pipeline_in_memory(
+        [flow_expert(seed, num_classes=3) for seed in range(2)], strategy="full"
+    )
     first, second = pipe.ensemble.classes[:2]
     how = {"edit_from": first, "image": picture(), "batch_size": 1, **STEPS}
     # What stays the same cancels.
@@ -160,7 +199,14 @@ def test_an_edit_goes_from_one_prompt_to_another(tmp_path: Path, hddm: Command) 
     assert made.tobytes() != picture().tobytes()
     pipe.save_pretrained(tmp_path / "model")
     picture().save(tmp_path / "old.png")
-    begin = ("--init-image", tmp_path / "old.png", "--edit-from", f"a {first}", "--guidance-scale", 2)
+    begin = (
+        "--init-image",
+        tmp_path / "old.png",
+        "--edit-from",
+        f"a {first}",
+        "--guidance-scale",
+        2,
+    )
     options = ("--num-images", 1, "--seed", 5, "--steps", 4, "--out", tmp_path / "out")
     printed(hddm, "sample", tmp_path / "model", *begin, "--prompt", f"a {second}", *options)
     with Image.open(tmp_path / "out" / "00000.png") as found:

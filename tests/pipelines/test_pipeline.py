@@ -35,13 +35,17 @@ def pipe() -> HDDMPipeline:
 
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.7", "full", "draw", "commit-0.6"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0, Guidance(4.0, 2, (0.2, 0.8), 0.5)], ids=str)
-def test_images_are_those_of_sample(pipe: HDDMPipeline, strategy: str, guidance: float | Guidance) -> None:
+def test_images_are_those_of_sample(
+    pipe: HDDMPipeline, strategy: str, guidance: float | Guidance
+) -> None:
     # Under `draw` no router runs.
     every = 1 if strategy == "draw" else 2
     for solver in ("euler", "heun"):
         given = {"strategy": strategy, "solver": solver, "guidance_scale": guidance, "start": 2}
         found = pipe(class_labels=LABELS, seed=5, router_every=every, **given, **LATENT).images
-        expected = hddm.sample(pipe.ensemble, 5, 5, 4, router_every=every, class_labels=INDICES, **given)
+        expected = hddm.sample(
+            pipe.ensemble, 5, 5, 4, router_every=every, class_labels=INDICES, **given
+        )
         # `draw` sorts its batches by expert there.
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     other = pipe(class_labels=LABELS, seed=6, strategy=strategy, **LATENT).images
@@ -49,11 +53,15 @@ def test_images_are_those_of_sample(pipe: HDDMPipeline, strategy: str, guidance:
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "draw"])
-def test_a_generator_an_image_makes_it_the_same_in_any_batch(pipe: HDDMPipeline, strategy: str) -> None:
+def test_a_generator_an_image_makes_it_the_same_in_any_batch(
+    pipe: HDDMPipeline, strategy: str
+) -> None:
     def generators(seeds: range) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    whole = pipe(class_labels=LABELS, generator=generators(range(5)), strategy=strategy, **LATENT).images
+    whole = pipe(
+        class_labels=LABELS, generator=generators(range(5)), strategy=strategy, **LATENT
+    ).images
     for start, stop in ((0, 1), (1, 3), (3, 5)):
         given = {"generator": generators(range(start, stop)), "strategy": strategy}
         part = pipe(class_labels=LABELS[start:stop], **given, **LATENT).images
@@ -107,10 +115,14 @@ def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline)
     assert [step for step, _ in seen] == [0, 1, 2, 3]
     assert [timestep for _, timestep in seen] == pytest.approx(times)
 
-    def replace(owner: object, step: int, timestep: float, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def replace(
+        owner: object, step: int, timestep: float, given: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         return {"latents": torch.full_like(given["latents"], 0.5)} if step == 3 else {}
 
-    assert (pipe(class_labels=LABELS, seed=0, callback_on_step_end=replace, **LATENT).images == 0.5).all()
+    assert (
+        pipe(class_labels=LABELS, seed=0, callback_on_step_end=replace, **LATENT).images == 0.5
+    ).all()
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
@@ -123,9 +135,12 @@ def test_an_interrupted_call_stops_where_it_is(pipe: HDDMPipeline, solver: str) 
 
     calls: list[int] = []
     hooks = [
-        one.network.register_forward_hook(lambda *_: calls.append(len(states))) for one in pipe.experts.stored
+        one.network.register_forward_hook(lambda *_: calls.append(len(states)))
+        for one in pipe.experts.stored
     ]
-    stopped = pipe(class_labels=LABELS, seed=0, solver=solver, callback_on_step_end=stop, **LATENT).images
+    stopped = pipe(
+        class_labels=LABELS, seed=0, solver=solver, callback_on_step_end=stop, **LATENT
+    ).images
     for hook in hooks:
         hook.remove()
     assert len(states) == 2
@@ -152,8 +167,14 @@ def test_casting_reaches_every_part_and_warns_of_nothing(caplog: pytest.LogCaptu
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "prompt": ({"prompt": "a bird"}, "these experts take classes, and it names none of cat, dog, 7"),
-    "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents have shape \(2, 3, 4, 4\); 1 images need"),
+    "prompt": (
+        {"prompt": "a bird"},
+        "these experts take classes, and it names none of cat, dog, 7",
+    ),
+    "latents": (
+        {"latents": torch.zeros(2, 3, 4, 4)},
+        r"latents have shape \(2, 3, 4, 4\); 1 images need",
+    ),
     "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
     "null": ({"class_labels": [0, 3]}, "no class 3; the model's classes are cat, dog, 7"),
     "twice": (
@@ -162,14 +183,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "start": ({"start": 4}, "start 4 counts the images of a seed; pass one"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
-    "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
+    "few": (
+        {"class_labels": [0, 1], "batch_size": 3},
+        "condition 'class_labels' has 2 rows for 3 samples",
+    ),
     "experts": ({"expert": 3}, "`expert` 3: choose from 0 to 2"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
 }
 
 
 @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str, Any], words: str) -> None:
+def test_wrong_calls_are_refused_in_one_line(
+    pipe: HDDMPipeline, given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(HddmError, match=words) as caught:
         pipe(**given)
     assert "\n" not in str(caught.value)
@@ -177,5 +203,7 @@ def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str
 
 def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
-    with pytest.raises(HddmError, match=r"has no VAE; add one \(vae=\), or use `output_type` latent"):
+    with pytest.raises(
+        HddmError, match=r"has no VAE; add one \(vae=\), or use `output_type` latent"
+    ):
         pipe(conditions={"encoder_hidden_states": torch.zeros(1, 77, 16)})

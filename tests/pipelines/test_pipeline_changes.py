@@ -53,7 +53,9 @@ def test_a_shift_set_on_the_scheduler_is_that_of_the_grid() -> None:
     pipe = pipeline_in_memory([flow_expert(0)])
     times: list[float] = []
 
-    def look(owner: HDDMPipeline, step: int, timestep: float, given: dict[str, torch.Tensor]) -> None:
+    def look(
+        owner: HDDMPipeline, step: int, timestep: float, given: dict[str, torch.Tensor]
+    ) -> None:
         times.append(timestep / 1000)
 
     pipe.scheduler.set_shift(5.0)
@@ -64,8 +66,14 @@ def test_a_shift_set_on_the_scheduler_is_that_of_the_grid() -> None:
 def test_a_scheduler_of_another_grid_is_refused() -> None:
     pipe = pipeline_in_memory([flow_expert(0)])
     for scheduler, message in (
-        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "with use_dynamic_shifting=True"),
-        (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm's time grid has the shift alone"),
+        (
+            FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+            "with use_dynamic_shifting=True",
+        ),
+        (
+            EulerDiscreteScheduler(),
+            "EulerDiscreteScheduler, and hddm's time grid has the shift alone",
+        ),
     ):
         pipe.scheduler = scheduler
         assert re.search(message, refusal(pipe, **LATENT))
@@ -76,7 +84,9 @@ def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
     whole = HDDMPipeline.from_pretrained(folder)
     router, expert = 4 * whole.router.num_parameters(), whole.experts.stored[0].size
     enough = router + expert
-    pipe = HDDMPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, offload="disk", max_memory=enough)
+    pipe = HDDMPipeline.from_pretrained(
+        folder, torch_dtype=torch.bfloat16, offload="disk", max_memory=enough
+    )
     assert pipe.experts.shelf.budget == enough - router // 2
     pipe.to(torch.float32)
     assert pipe.experts.shelf.budget == expert

@@ -36,13 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _images(pipe: HDDMPipeline, **options: Any) -> Tensor:
-    given = {"class_labels": [0, 1, 2, 0, 1, 2], "seed": 3, "num_inference_steps": 5, "output_type": "latent"}
+    given = {
+        "class_labels": [0, 1, 2, 0, 1, 2],
+        "seed": 3,
+        "num_inference_steps": 5,
+        "output_type": "latent",
+    }
     return pipe(**{**given, **options}).images
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_pipeline_comes_back_bit_for_bit(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_pipeline_comes_back_bit_for_bit(
+    folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
     pipe = load_pipeline(folder, torch_dtype=dtype)
     pipe.save_pretrained(tmp_path / "again")
     for k in range(NUM):
@@ -51,7 +58,10 @@ def test_a_pipeline_comes_back_bit_for_bit(folder: Path, tmp_path: Path, dtype: 
         assert stored.keys() == truth.keys()
         assert all(torch.equal(value, truth[name].to(dtype)) for name, value in stored.items())
     again = load_pipeline(tmp_path / "again", torch_dtype=dtype)
-    loaded, labels = load_ensemble(tmp_path / "again", dtype=dtype), torch.tensor([0, 1, 2, 0, 1, 2])
+    loaded, labels = (
+        load_ensemble(tmp_path / "again", dtype=dtype),
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+    )
     images = _images(again)
     assert torch.equal(hddm.sample(loaded, 6, 3, 5, class_labels=labels), images)
     # Weights that were cast and weights in a file begin at other addresses, and on some processors products
@@ -67,7 +77,12 @@ def test_text_encoder_vae_and_tokenizer_come_along(tmp_path: Path) -> None:
     pipe = load_pipeline(write_text(tmp_path / "made"))
     pipe.save_pretrained(tmp_path / "again")
     again = load_pipeline(tmp_path / "again")
-    given = {"class_labels": None, "prompt": ["a cat", "a dog"], "guidance_scale": 3.0, "output_type": "pt"}
+    given = {
+        "class_labels": None,
+        "prompt": ["a cat", "a dog"],
+        "guidance_scale": 3.0,
+        "output_type": "pt",
+    }
     assert torch.equal(_images(again, **given), _images(pipe, **given))
     for part in ("vae", "text_encoder", "tokenizer"):
         assert (tmp_path / "again" / part).is_dir()
@@ -76,7 +91,9 @@ def test_text_encoder_vae_and_tokenizer_come_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["my models/mixed ensemble (2)", "modèles/アンサンブル-ß", "relative", "link"]
 )
-def test_any_path_will_do(folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_path_will_do(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "link":
         Path(name).symlink_to(folder)
@@ -111,7 +128,9 @@ def test_some_experts_are_the_ensemble_with_its_router_kept_to_them(
 
     ensemble.router = kept_to_them
     for strategy in ("full", "top-1"):
-        expected = hddm.sample(ensemble, 6, 3, 5, strategy, class_labels=torch.tensor([0, 1, 2, 0, 1, 2]))
+        expected = hddm.sample(
+            ensemble, 6, 3, 5, strategy, class_labels=torch.tensor([0, 1, 2, 0, 1, 2])
+        )
         torch.testing.assert_close(_images(some, strategy=strategy), expected, rtol=1e-5, atol=1e-5)
     some.save_pretrained(tmp_path / "some")
     again = load_pipeline(tmp_path / "some")
@@ -129,21 +148,29 @@ def test_experts_that_lie_on_no_disk_work_and_are_saved(tmp_path: Path) -> None:
     assert again.ensemble.prior.tolist() == pytest.approx([0.2, 0.3, 0.5])
     assert again.ensemble.shift == 3.0
     for one, weights in zip(experts, before, strict=True):
-        assert all(torch.equal(value, weights[name]) for name, value in one.network.state_dict().items())
+        assert all(
+            torch.equal(value, weights[name]) for name, value in one.network.state_dict().items()
+        )
 
 
 def test_a_router_that_was_made_in_python_cannot_be_saved(folder: Path, tmp_path: Path) -> None:
     pipe = HDDMPipeline.from_pretrained(folder, router=lambda x, t: torch.ones(len(x), NUM) / NUM)
-    assert "put one of hddm train router in its place" in refusal(pipe.save_pretrained, tmp_path / "saved")
+    assert "put one of hddm train router in its place" in refusal(
+        pipe.save_pretrained, tmp_path / "saved"
+    )
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_folder_is_replaced_only_when_asked_and_never_one_s_own(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_replaced_only_when_asked_and_never_one_s_own(
+    folder: Path, tmp_path: Path
+) -> None:
     own, other = copied(folder, tmp_path), tmp_path / "other"
     pipe = load_pipeline(own)
     made = _images(pipe, expert=1)
     # An expert that was not read yet would come from other files than those that were opened.
-    assert "experts are read from it as they are needed" in refusal(pipe.save_pretrained, own, overwrite=True)
+    assert "experts are read from it as they are needed" in refusal(
+        pipe.save_pretrained, own, overwrite=True
+    )
     pipe.save_pretrained(other)
     assert "exists: choose another folder" in refusal(pipe.save_pretrained, other)
     pipe.save_pretrained(other, overwrite=True)

@@ -77,10 +77,21 @@ def stock(name: str, folder: Path) -> DiffusionPipeline:
         )
         pipe = StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(**SD_BETAS), **parts)
     elif name == "sd3":
-        sizes = {"in_channels": 4, "out_channels": 4, "sample_size": SIDE, "pos_embed_max_size": SIDE}
-        wide = {"joint_attention_dim": 32, "caption_projection_dim": 32, "pooled_projection_dim": 32}
+        sizes = {
+            "in_channels": 4,
+            "out_channels": 4,
+            "sample_size": SIDE,
+            "pos_embed_max_size": SIDE,
+        }
+        wide = {
+            "joint_attention_dim": 32,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 32,
+        }
         parts["transformer"] = randomised(SD3Transformer2DModel(**sizes, **wide, **SIZES))
-        pipe = StableDiffusion3Pipeline(scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **parts)
+        pipe = StableDiffusion3Pipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **parts
+        )
     else:
         sizes = {"in_channels": 16, "num_single_layers": 1, "axes_dims_rope": (4, 6, 6)}
         wide = {"joint_attention_dim": 32, "pooled_projection_dim": 16, "guidance_embeds": True}
@@ -168,18 +179,34 @@ def test_one_call_of_the_expert_is_one_of_the_pipelines_network(
     with torch.no_grad():
         if name == "sdxl":
             a, s = (float(one) for one in field.schedule.alpha_sigma(torch.tensor(400.0)))
-            sizes = torch.tensor([8.0 * SIDE, 8.0 * SIDE, 0, 0, 8.0 * SIDE, 8.0 * SIDE]).expand(2, -1)
+            sizes = torch.tensor([8.0 * SIDE, 8.0 * SIDE, 0, 0, 8.0 * SIDE, 8.0 * SIDE]).expand(
+                2, -1
+            )
             text = {"encoder_hidden_states": given["encoder_hidden_states"]}
             added = {"text_embeds": given["text_embeds"], "time_ids": sizes}
-            eps = pipe.unet((a + s) * x, torch.tensor([400.0, 400.0]), **text, added_cond_kwargs=added).sample
+            eps = pipe.unet(
+                (a + s) * x, torch.tensor([400.0, 400.0]), **text, added_cond_kwargs=added
+            ).sample
             t, expected = s / (a + s), eps - ((a + s) * x - s * eps) / a
         elif name == "sd3":
-            t, expected = 0.4, pipe.transformer(x, timestep=torch.tensor([400.0, 400.0]), **given).sample
+            t, expected = (
+                0.4,
+                pipe.transformer(x, timestep=torch.tensor([400.0, 400.0]), **given).sample,
+            )
         else:
             rows = FluxPipeline._pack_latents(x, 2, 4, SIDE, SIDE)
-            places = FluxPipeline._prepare_latent_image_ids(2, SIDE // 2, SIDE // 2, "cpu", torch.float32)
-            others = {"img_ids": places, "txt_ids": torch.zeros(512, 3), "guidance": torch.full((2,), 3.5)}
-            t, found = 0.4, pipe.transformer(rows, timestep=torch.tensor([0.4, 0.4]), **given, **others)
+            places = FluxPipeline._prepare_latent_image_ids(
+                2, SIDE // 2, SIDE // 2, "cpu", torch.float32
+            )
+            others = {
+                "img_ids": places,
+                "txt_ids": torch.zeros(512, 3),
+                "guidance": torch.full((2,), 3.5),
+            }
+            t, found = (
+                0.4,
+                pipe.transformer(rows, timestep=torch.tensor([0.4, 0.4]), **given, **others),
+            )
             expected = FluxPipeline._unpack_latents(found.sample, 8 * SIDE, 8 * SIDE, 8)
     ours = field.velocity(x, torch.tensor([t, t]), **given)
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -189,7 +216,8 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     pipe = stock("sdxl", tmp_path)
     pipe.save_pretrained(tmp_path / "one")
     edit_json(
-        copied(tmp_path / "one", tmp_path / "zeros") / "model_index.json", force_zeros_for_empty_prompt=False
+        copied(tmp_path / "one", tmp_path / "zeros") / "model_index.json",
+        force_zeros_for_empty_prompt=False,
     )
     pipe.text_encoder_2.text_projection.weight.data.mul_(2)
     pipe.save_pretrained(tmp_path / "projection")
@@ -197,7 +225,9 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     assert len({texts_facts(folder).fingerprint for folder in folders}) == 3
 
 
-@pytest.mark.parametrize(("prompt", "kinds"), [("a cat on a lawn " * 10, 1), ("cat on a dog " * 80, 2)])
+@pytest.mark.parametrize(
+    ("prompt", "kinds"), [("a cat on a lawn " * 10, 1), ("cat on a dog " * 80, 2)]
+)
 def test_each_kind_of_encoder_warns_once_of_what_it_loses(
     expert: Path, name: str, prompt: str, kinds: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +255,10 @@ LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux":
 def test_an_expert_goes_back_to_a_pipeline_of_its_class_with_the_same_conditions(
     pipe: DiffusionPipeline, source: Path, name: str, tmp_path: Path
 ) -> None:
-    folder, sibling = copied(source, tmp_path), type(pipe).__name__.replace("Pipeline", "Img2ImgPipeline")
+    folder, sibling = (
+        copied(source, tmp_path),
+        type(pipe).__name__.replace("Pipeline", "Img2ImgPipeline"),
+    )
     edit_json(folder / "model_index.json", _class_name=sibling)
     if name == "sdxl":
         edit_json(folder / "model_index.json", force_zeros_for_empty_prompt=False)
@@ -255,13 +288,19 @@ def test_a_pipeline_samples_by_prompt_in_two_commands_and_keeps_its_encoders(
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     pipe.save_pretrained(tmp_path / "saved")
     again = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(PROMPTS)
-    assert all(torch.equal(again.given[key], value) for key, value in pipe.encode(PROMPTS).given.items())
+    assert all(
+        torch.equal(again.given[key], value) for key, value in pipe.encode(PROMPTS).given.items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["PixArtAlphaPipeline", "PixArtSigmaPipeline"])
-def test_pixart_reads_prompts_in_lower_case_and_cuts_them_as_its_pipeline(kind: str, tmp_path: Path) -> None:
+def test_pixart_reads_prompts_in_lower_case_and_cuts_them_as_its_pipeline(
+    kind: str, tmp_path: Path
+) -> None:
     parts = _numbered([_t5(tmp_path / "t5", 12)]) | {"vae": write_vae(tmp_path / "vae")}
-    pipe = getattr(diffusers, kind)(**parts, transformer=pixart(), scheduler=EulerDiscreteScheduler())
+    pipe = getattr(diffusers, kind)(
+        **parts, transformer=pixart(), scheduler=EulerDiscreteScheduler()
+    )
     pipe.save_pretrained(tmp_path / "pipeline")
     library.convert(tmp_path / "pipeline", tmp_path / "expert")
     HDDMPipeline.from_pretrained(tmp_path / "expert").save_pretrained(tmp_path / "saved")
@@ -307,11 +346,27 @@ MAP = "tokenizer_2/special_tokens_map.json"
 """Read beside a config that does not list the added tokens, as transformers saves it."""
 HOSTILE = {
     "foreign class": ("model_index.json", {"text_encoder_2": ["mine", "Evil"]}, "must be a"),
-    "foreign code": ("text_encoder_2/config.json", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map"),
+    "foreign code": (
+        "text_encoder_2/config.json",
+        {"auto_map": {"AutoModel": "evil.Evil"}},
+        "auto_map",
+    ),
     "other class": ("text_encoder_2/config.json", {"architectures": ["Evil"]}, "is of no"),
-    "remote file": ("tokenizer_2/tokenizer_config.json", {"vocab_file": "http://evil/vocab"}, "unknown key"),
-    "hub": (MAP, {"gguf_file": "x", "name_or_path": "a/b", "local_files_only": False}, "key 'gguf_file'"),
-    "outside": (MAP, {"vocab_file": "/evil/v.json", "merges_file": "/evil/m.txt"}, "key 'vocab_file'"),
+    "remote file": (
+        "tokenizer_2/tokenizer_config.json",
+        {"vocab_file": "http://evil/vocab"},
+        "unknown key",
+    ),
+    "hub": (
+        MAP,
+        {"gguf_file": "x", "name_or_path": "a/b", "local_files_only": False},
+        "key 'gguf_file'",
+    ),
+    "outside": (
+        MAP,
+        {"vocab_file": "/evil/v.json", "merges_file": "/evil/m.txt"},
+        "key 'vocab_file'",
+    ),
 }
 
 

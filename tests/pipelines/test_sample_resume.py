@@ -14,7 +14,18 @@ from hddm_cli.app import app
 from tests.artefacts import Command, contents, copied, edit_json, largest_file
 from tests.ensemble_files import edit_members
 
-OPTIONS = ("--num-images", "10", "--steps", "2", "--batch-size", "4", "--strategy", "draw", "--start", "3")
+OPTIONS = (
+    "--num-images",
+    "10",
+    "--steps",
+    "2",
+    "--batch-size",
+    "4",
+    "--strategy",
+    "draw",
+    "--start",
+    "3",
+)
 
 # Images 3 … 8 in two batches, then images 9 … 12 in one.
 MOMENTS = {
@@ -60,7 +71,9 @@ def _stopped(number: int, event: str, part: str, *arguments: object) -> tuple[in
 
 @pytest.mark.integration
 @pytest.mark.parametrize("output", ["png", "latent"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name
+)
 def test_a_run_that_was_stopped_at_any_moment_ends_in_the_same_bytes(
     number: signal.Signals, output: str, ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -75,7 +88,9 @@ def test_a_run_that_was_stopped_at_any_moment_ends_in_the_same_bytes(
         assert not out.exists()
         if number != signal.SIGKILL:
             line = (
-                f"{kept} of 10 images are kept, and --resume goes on" if kept else "all is as it was before"
+                f"{kept} of 10 images are kept, and --resume goes on"
+                if kept
+                else "all is as it was before"
             )
             assert said.splitlines()[-1] == f"hddm: {out}: stopped; {line}"
             assert (tmp_path / ".out.sampling").exists() == (kept > 0)
@@ -102,9 +117,14 @@ def test_what_is_unfinished_is_told_and_neither_forgotten_nor_resumed_unasked(
     before = contents(draft)
     code, _, error = hddm("sample", ensemble, *OPTIONS, "--out", interrupted)
     assert (code, error.count("\n")) == (1, 1)
-    assert f"{draft} holds an unfinished sampling; --resume continues it, --overwrite starts again" in error
+    assert (
+        f"{draft} holds an unfinished sampling; --resume continues it, --overwrite starts again"
+        in error
+    )
     assert contents(draft) == before
-    assert hddm("sample", ensemble, *OPTIONS, "--out", interrupted, "--overwrite", "--seed", 1)[0] == 0
+    assert (
+        hddm("sample", ensemble, *OPTIONS, "--out", interrupted, "--overwrite", "--seed", 1)[0] == 0
+    )
     assert json.loads((interrupted / "sampling.json").read_text())["seed"] == 1
     assert [path.name for path in interrupted.parent.iterdir()] == ["out"]
 
@@ -122,7 +142,9 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
         (ensemble, ["--batch-size", 2], "batch_size: was 4, is 2"),
         (changed, [], f"source_sha256: was '{sha256_of(ensemble / 'manifest.json')}', is "),
     ):
-        options = dict(zip(OPTIONS[::2], OPTIONS[1::2], strict=True)) | dict([given] if given else [])
+        options = dict(zip(OPTIONS[::2], OPTIONS[1::2], strict=True)) | dict(
+            [given] if given else []
+        )
         words = [word for pair in options.items() for word in pair]
         code, _, error = hddm("sample", source, *words, "--out", interrupted, "--resume")
         told, detail = error.splitlines()
@@ -131,7 +153,15 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
     # Where experts wait decides no image, nor where the model lies.
     ensemble.rename(tmp_path / "moved")
     try:
-        options = [tmp_path / "moved", *OPTIONS, "--offload", "ram", "--out", interrupted, "--resume"]
+        options = [
+            tmp_path / "moved",
+            *OPTIONS,
+            "--offload",
+            "ram",
+            "--out",
+            interrupted,
+            "--resume",
+        ]
         assert hddm("sample", *options)[0] == 0
     finally:
         (tmp_path / "moved").rename(ensemble)
@@ -175,7 +205,10 @@ def test_a_finished_run_of_the_format_before_is_finished(
     assert record["resampling_steps"] is None
     del record["expert_use"]["made_by"]
     edit_json(
-        tmp_path / "out/sampling.json", format="1.5", resampling_steps=10, expert_use=record["expert_use"]
+        tmp_path / "out/sampling.json",
+        format="1.5",
+        resampling_steps=10,
+        expert_use=record["expert_use"],
     )
     assert hddm("sample", *options, "--resume")[0] == 0
     assert "is finished" in caplog.text

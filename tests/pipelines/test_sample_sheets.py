@@ -42,13 +42,18 @@ def test_labels_are_recorded_by_name(class_expert: Path, tmp_path: Path, hddm: C
     assert names == [*(f"{k:05d}.png" for k in range(3, 10)), "sampling.json"]
 
 
-def test_a_sheet_is_replaced_only_on_demand(flow_expert: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_sheet_is_replaced_only_on_demand(
+    flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
     out = tmp_path / "samples"
     run = ("sample", flow_expert, "--num-images", 2, "--steps", 1, "--out", out)
     sheet_path(out).write_text("precious")
     code, _, err = hddm(*run, "--grid")
     assert code == 1
-    assert err == f"hddm: {sheet_path(out)} exists: choose another --out, or pass --overwrite to replace it\n"
+    assert (
+        err
+        == f"hddm: {sheet_path(out)} exists: choose another --out, or pass --overwrite to replace it\n"
+    )
     assert list(contents(tmp_path)) == ["samples.grid.png"]
     assert hddm(*run)[0] == 0
     assert sheet_path(out).read_text() == "precious"
@@ -61,7 +66,8 @@ def test_a_sheet_is_replaced_only_on_demand(flow_expert: Path, tmp_path: Path, h
 
 
 @pytest.mark.parametrize(
-    ("num", "columns", "rows"), [(1, 1, 1), (3, 2, 2), (16, 4, 4), (100, 10, 10), (1000, COLUMNS, ROWS)]
+    ("num", "columns", "rows"),
+    [(1, 1, 1), (3, 2, 2), (16, 4, 4), (100, 10, 10), (1000, COLUMNS, ROWS)],
 )
 def test_sheets_are_square_and_in_order(num: int, columns: int, rows: int, tmp_path: Path) -> None:
     told = write_sheet(tmp_path / "out", _images(tmp_path / "out", num))

@@ -41,7 +41,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("stock")
     (root / "pixels").mkdir()
     made = {
-        "pixels": write_ensemble(root / "pixels", [flow_expert(seed, num_classes=3) for seed in range(3)]),
+        "pixels": write_ensemble(
+            root / "pixels", [flow_expert(seed, num_classes=3) for seed in range(3)]
+        ),
         "text": write_text(root / "text"),
     }
     for folder in made.values():
@@ -67,8 +69,17 @@ def test_stock_diffusers_makes_the_same_bytes(
     name: str, options: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """In a process that has nothing but diffusers to begin with."""
-    line = [sys.executable, "-c", STOCK, folders[name], json.dumps(GIVEN[name]), json.dumps(options)]
-    made = subprocess.run(line, env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True)
+    line = [
+        sys.executable,
+        "-c",
+        STOCK,
+        folders[name],
+        json.dumps(GIVEN[name]),
+        json.dumps(options),
+    ]
+    made = subprocess.run(
+        line, env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True
+    )
     shape = (4, 3, 8, 8) if name != "pixels" else (4, 3, 4, 4)
     assert made.stdout == f"torch.float32 {shape} True\n", made.stderr
     # Nothing is told but what diffusers tells of any such pipeline.

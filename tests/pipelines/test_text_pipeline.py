@@ -68,12 +68,16 @@ class ByHand:
         images: Tensor = self.vae.decode(z).sample
         return (images.clamp(-1, 1) + 1) / 2
 
-    def images(self, given: Tensor, against: Tensor | None = None, scale: float | Guidance = 1.0) -> Tensor:
+    def images(
+        self, given: Tensor, against: Tensor | None = None, scale: float | Guidance = 1.0
+    ) -> Tensor:
         """For the embeddings of prompts, a row an image, under seed 7."""
         guided = {"guidance_scale": scale}
         if against is not None:
             guided["negative"] = {"encoder_hidden_states": against}
-        return self.decode(hddm.sample(self.model, len(given), 7, 4, encoder_hidden_states=given, **guided))
+        return self.decode(
+            hddm.sample(self.model, len(given), 7, 4, encoder_hidden_states=given, **guided)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,9 @@ def test_prompts_become_images(pipe: HDDMPipeline, by_hand: ByHand) -> None:
     assert (other - found).abs().flatten(1).amax(1).min() > 1e-3
 
 
-@pytest.mark.parametrize("guidance", [3.0, Guidance(5.0, interval=(0.3, 0.9), rescale=0.7)], ids=str)
+@pytest.mark.parametrize(
+    "guidance", [3.0, Guidance(5.0, interval=(0.3, 0.9), rescale=0.7)], ids=str
+)
 def test_guidance_moves_away_from_the_empty_prompt_or_the_negative_one(
     pipe: HDDMPipeline, by_hand: ByHand, guidance: float | Guidance
 ) -> None:
@@ -160,7 +166,12 @@ EMBEDS = {TEXT: torch.zeros(1, 77, 16)}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two prompts": ({"prompt": "a", "conditions": EMBEDS}, "encoder_hidden_states has two sources"),
     "two negative ones": (
-        {"prompt": "a", "negative_prompt": "b", "negative_conditions": EMBEDS, "guidance_scale": 2.0},
+        {
+            "prompt": "a",
+            "negative_prompt": "b",
+            "negative_conditions": EMBEDS,
+            "guidance_scale": 2.0,
+        },
         "encoder_hidden_states has two sources",
     ),
     "rows": (
@@ -172,7 +183,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
-def test_contradicting_prompts_are_refused(pipe: HDDMPipeline, given: dict[str, Any], words: str) -> None:
+def test_contradicting_prompts_are_refused(
+    pipe: HDDMPipeline, given: dict[str, Any], words: str
+) -> None:
     assert re.search(words, refusal(pipe, **given, **STEPS))
 
 
@@ -184,7 +197,9 @@ def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) 
     given = {"conditions": {TEXT: text}}
     assert bare(**given, negative_conditions={TEXT: -text}, **options).images.isfinite().all()
     assert "guidance needs the same keywords on both sides" in refusal(bare, **given, **options)
-    with pytest.raises(HddmError, match="the experts need encoder_hidden_states and have no empty default"):
+    with pytest.raises(
+        HddmError, match="the experts need encoder_hidden_states and have no empty default"
+    ):
         bare(**{**options, "guidance_scale": 1.0})
 
 
@@ -194,10 +209,22 @@ def test_a_missing_text_is_refused_before_the_first_step(tmp_path: Path, hddm: C
     by_text = text_experts(1)[0]
     bare = Expert(by_text.network, by_text.record, None)
     both = write_ensemble(tmp_path, [by_class, bare], "draw")
-    options = ("--num-images", 12, "--steps", 1, "--output-type", "latent", "--out", tmp_path / "out")
+    options = (
+        "--num-images",
+        12,
+        "--steps",
+        1,
+        "--output-type",
+        "latent",
+        "--out",
+        tmp_path / "out",
+    )
     code, out, error = hddm("sample", both, *options)
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert "--prompt or --conditions: the experts need encoder_hidden_states and have no empty" in error
+    assert (
+        "--prompt or --conditions: the experts need encoder_hidden_states and have no empty"
+        in error
+    )
     with pytest.raises(HddmError, match="the experts need encoder_hidden_states"):
         load_pipeline(both)(batch_size=12, seed=0, output_type="latent")
     assert not (tmp_path / "out").exists()

@@ -89,7 +89,9 @@ def test_a_prompt_beside_a_class_is_for_experts_that_take_both(
     told = refusal(other.encode, ["a cat", "a dog"], ["dog", "dog"])
     assert told == "`prompt`, `class_labels`: no expert takes both; pass one of the two"
     alone = pipeline_in_memory(parts[1:], "draw")
-    assert "these experts take classes alone; pass one of the two" in refusal(alone.encode, "a dog", "dog")
+    assert "these experts take classes alone; pass one of the two" in refusal(
+        alone.encode, "a dog", "dog"
+    )
 
 
 def test_prompts_and_classes_of_unequal_numbers_repeat_no_embedding(
@@ -104,7 +106,9 @@ def test_prompts_and_classes_of_unequal_numbers_repeat_no_embedding(
     assert found.prior.tolist() == [[0, 0, 1]] * 6
 
 
-def test_the_record_says_which_expert_made_which_image(unlike: Path, tmp_path: Path, hddm: Command) -> None:
+def test_the_record_says_which_expert_made_which_image(
+    unlike: Path, tmp_path: Path, hddm: Command
+) -> None:
     whole = _record(hddm, unlike, *FAST, tmp_path / "whole")["expert_use"]
     assert whole["names"] == ["experts/0", "experts/1", "experts/2"]
     (line,) = whole["made_by"].values()
@@ -113,7 +117,17 @@ def test_the_record_says_which_expert_made_which_image(unlike: Path, tmp_path: P
     assert set(makers) == {"0", "1", "2"}
     # It depends on seed and number alone.
     part = _record(
-        hddm, unlike, "--steps", 1, "--num-images", 4, "--start", 3, "--batch-size", 2, tmp_path / "p"
+        hddm,
+        unlike,
+        "--steps",
+        1,
+        "--num-images",
+        4,
+        "--start",
+        3,
+        "--batch-size",
+        2,
+        tmp_path / "p",
     )
     assert part["expert_use"]["made_by"] == {"00003": " ".join(makers[3:7])}
     text = _record(hddm, unlike, *FAST, "--prompt", "a cat", tmp_path / "text")["expert_use"]
@@ -127,7 +141,9 @@ def test_the_record_says_which_expert_made_which_image(unlike: Path, tmp_path: P
             assert same == (maker == str(k)), number
     mixed = _record(hddm, unlike, *FAST, "--strategy", "full", tmp_path / "mixed")["expert_use"]
     assert "made_by" not in mixed
-    committed = _record(hddm, unlike, *FAST, "--strategy", "commit-0.6", tmp_path / "committed")["expert_use"]
+    committed = _record(hddm, unlike, *FAST, "--strategy", "commit-0.6", tmp_path / "committed")[
+        "expert_use"
+    ]
     assert len(committed["made_by"]["00000"].split()) == 9
 
 
@@ -153,7 +169,10 @@ WITHOUT_EFFECT: list[tuple[tuple[object, ...], str]] = [
     (("--router-every", 2), "--router-every 2: no router runs, since strategy draw keeps one"),
     (("--guide-by", "weak"), "--guide-by weak: has no effect at --guidance-scale 1"),
     (("--cfg-channels", 3), "--cfg-channels 3: has no effect at --guidance-scale 1"),
-    (("--guidance-interval", 0.1, 0.8), "--guidance-interval 0.1 0.8: has no effect at --guidance-scale 1"),
+    (
+        ("--guidance-interval", 0.1, 0.8),
+        "--guidance-interval 0.1 0.8: has no effect at --guidance-scale 1",
+    ),
     (("--guidance-rescale", 0.7), "--guidance-rescale 0.7: has no effect at --guidance-scale 1"),
     (("--output-type", "latent", "--grid"), "--grid: there is no sheet of latents"),
     (("--expert", 1, "--prompt", "cat"), "expert 1 cannot take the prompt"),
@@ -178,7 +197,9 @@ def test_an_empty_negative_prompt_is_none(pipe: HDDMPipeline) -> None:
         assert torch.equal(*images)
 
 
-def test_prompts_that_no_image_is_for_are_named(unlike: Path, tmp_path: Path, hddm: Command) -> None:
+def test_prompts_that_no_image_is_for_are_named(
+    unlike: Path, tmp_path: Path, hddm: Command
+) -> None:
     prompts = [word for text in ("a", "b", "c") for word in ("--prompt", text)]
     options = (*prompts, "--steps", 1, "--num-images", 2)
     told = "--prompt: the last 1 of 3 make no image, as --num-images is 2"

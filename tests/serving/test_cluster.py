@@ -75,7 +75,17 @@ def serving(
     folder: Path, log: Path, address: str, port: int, *options: str, mark: str = str(os.getpid())
 ) -> Iterator[Service]:
     """``hddm serve`` until the block ends; `workers` finds its processes by their mark."""
-    command = [sys.executable, "-m", "hddm_cli", "serve", str(folder), "--ray", address, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "hddm_cli",
+        "serve",
+        str(folder),
+        "--ray",
+        address,
+        "--port",
+        str(port),
+    ]
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, *options], stdout=out, stderr=out, env=os.environ | {MARK: mark}
@@ -89,7 +99,10 @@ def serving(
             time.sleep(0.2)
         # Nothing of Ray's own.
         assert not re.search(r"\x1b|WARNING", log.read_text())
-        assert httpx.get(f"{url}/healthz", timeout=PATIENCE).json() == {"status": "ok", "missing": []}
+        assert httpx.get(f"{url}/healthz", timeout=PATIENCE).json() == {
+            "status": "ok",
+            "missing": [],
+        }
         yield Service(folder, url, log)
     finally:
         process.send_signal(signal.SIGINT)
@@ -161,7 +174,10 @@ def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: 
 
     async def crowd() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=PATIENCE) as client:
-            tasks = [asyncio.ensure_future(client.post(service.url + IMAGES, json=body)) for body in bodies]
+            tasks = [
+                asyncio.ensure_future(client.post(service.url + IMAGES, json=body))
+                for body in bodies
+            ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             os.kill(before["1"], signal.SIGKILL)
             assert sum(not task.done() for task in tasks) > 20
@@ -169,7 +185,9 @@ def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: 
 
     answers = asyncio.run(crowd())
     assert [answer.status_code for answer in answers] == [200] * 50
-    found = [[base64.b64decode(one["b64_json"]) for one in answer.json()["data"]] for answer in answers]
+    found = [
+        [base64.b64decode(one["b64_json"]) for one in answer.json()["data"]] for answer in answers
+    ]
     assert found[:8] == expected
     assert found == [service.ask(**body) for body in bodies]
     after = workers()
@@ -187,7 +205,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield one
 
 
-def test_it_listens_at_this_machine_alone_but_for_ports_that_ask_for_a_token(local: Service) -> None:
+def test_it_listens_at_this_machine_alone_but_for_ports_that_ask_for_a_token(
+    local: Service,
+) -> None:
     """Exceptions: the gRPC ports of the front and of each worker, since Ray Serve fixes their address."""
 
     from ray.serve.generated.serve_pb2 import ASGIRequest
@@ -246,6 +266,8 @@ def test_a_signal_while_experts_start_ends_them(tmp_path: Path, number: signal.S
     assert process.wait(PATIENCE) == 128 + number
     assert f"stopped by {number.name}" in log.read_text()
     # None of Ray's processes of this session is left.
-    while left := subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout:
+    while left := subprocess.run(
+        ["pgrep", "-s", str(process.pid)], capture_output=True, text=True
+    ).stdout:
         assert time.monotonic() < end, left
         time.sleep(0.5)

@@ -84,7 +84,9 @@ def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
         await response(scope, receive, send)
 
     async def main() -> Any:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://front"
+        ) as client:
             try:
                 return await talks(client)
             finally:
@@ -164,7 +166,9 @@ WAYS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:.*only the shares do")
 @pytest.mark.parametrize("kind", WAYS)
-def test_images_are_those_of_hddm_sample(kind: str, classes: Path, text: Path, tmp_path: Path) -> None:
+def test_images_are_those_of_hddm_sample(
+    kind: str, classes: Path, text: Path, tmp_path: Path
+) -> None:
     """By class, by prompt, and of DDPM beside flow, each with its own numbering of classes."""
     folder = {"classes": classes, "text": text}.get(kind) or write_mixed(tmp_path)
     front = front_of(folder, batching=False)
@@ -213,7 +217,9 @@ def test_an_expert_without_text_gets_no_request_of_a_prompt(tmp_path: Path) -> N
     front = front_of(folder, batching=False)
     for place, strategy in enumerate(("draw", "full")):
         body = {"prompt": "a cat", "strategy": strategy, "n": 6}
-        made = sampled(folder, tmp_path / str(place), num_images=6, prompts=("a cat",), strategy=strategy)
+        made = sampled(
+            folder, tmp_path / str(place), num_images=6, prompts=("a cat",), strategy=strategy
+        )
         assert files_in(ask(front, **body)) == made
     assert [bool(handle.jobs) for handle in front.workers] == [True, False, True]
     answer = ask(front, prompt="a cat", model="ensemble/1")
@@ -233,9 +239,13 @@ def test_experts_of_one_name_have_a_worker_each(tmp_path: Path) -> None:
     assert images[0] != images[1]
 
 
-def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_only(classes: Path) -> None:
+def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_only(
+    classes: Path,
+) -> None:
     front = front_of(classes)
-    bodies = [{"prompt": CLASSES[k % 3], "seed": k, "strategy": "draw", "steps": STEPS} for k in range(24)]
+    bodies = [
+        {"prompt": CLASSES[k % 3], "seed": k, "strategy": "draw", "steps": STEPS} for k in range(24)
+    ]
     batches = list[int]()
     for handle in front.workers:
 
@@ -289,7 +299,8 @@ def test_a_request_that_breaks_a_batch_breaks_no_other(text: Path) -> None:
 
     async def together(client: httpx.AsyncClient) -> Any:
         bodies = [
-            {"prompt": "a cat", "model": "ensemble/0", "seed": seed, "steps": 2} for seed in (12, 13, 14)
+            {"prompt": "a cat", "model": "ensemble/0", "seed": seed, "steps": 2}
+            for seed in (12, 13, 14)
         ]
         return await asyncio.gather(*(client.post(IMAGES, json=body) for body in bodies))
 
@@ -297,7 +308,9 @@ def test_a_request_that_breaks_a_batch_breaks_no_other(text: Path) -> None:
 
 
 @pytest.mark.integration
-def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lost_worker_had_to_do_is_asked_again(
+    classes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hddm.serving.front.AGAIN", 0.01)
     for strategy in ("draw", "full"):
         body = {"prompt": "cat", "n": 4, "strategy": strategy}
@@ -367,7 +380,9 @@ def test_a_full_queue_turns_requests_away_and_a_request_ends_in_time(classes: Pa
 
     async def crowd(client: httpx.AsyncClient) -> Any:
         body = {"prompt": "cat", "steps": 50, "strategy": "draw"}
-        return await asyncio.gather(*(client.post(IMAGES, json=body | {"seed": k}) for k in range(6)))
+        return await asyncio.gather(
+            *(client.post(IMAGES, json=body | {"seed": k}) for k in range(6))
+        )
 
     answers = talk(front, crowd)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
@@ -385,7 +400,9 @@ def test_a_token_is_asked_for(classes: Path) -> None:
         given += [{"Authorization": f"Bearer {TOKEN}"}]
         *refused, models = [await client.get("/v1/models", headers=one) for one in given]
         others = [await client.get(path) for path in ("/healthz", "/metrics")]
-        return [one.status_code for one in (*refused, *others)], [one["id"] for one in models.json()["data"]]
+        return [one.status_code for one in (*refused, *others)], [
+            one["id"] for one in models.json()["data"]
+        ]
 
     models = ["ensemble", "ensemble/0", "ensemble/1", "ensemble/2"]
     assert talk(front, knock) == ([401, 401, 401, 200, 401], models)
@@ -406,13 +423,17 @@ def test_what_cannot_be_served_is_refused_before_ray_starts(
     assert "expert 0 needs a vae to make images" in refusal(serve, tmp_path / "paris")
 
 
-def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart_s(tmp_path: Path) -> None:
+def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart_s(
+    tmp_path: Path,
+) -> None:
     """By experts of neither text nor class; their images are those of hddm sample."""
     front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]), batching=False)
     (body,) = re.findall(r"^curl .*/generations -d '(.*)'$", GUIDE.read_text(), re.MULTILINE)
     answer = talk(front, lambda client: client.post(IMAGES, content=body))
     assert len(files_in(answer)) == json.loads(body)["n"]
-    assert files_in(ask(front, n=3)) == sampled(tmp_path / "ensemble", tmp_path / "out", num_images=3)
+    assert files_in(ask(front, n=3)) == sampled(
+        tmp_path / "ensemble", tmp_path / "out", num_images=3
+    )
     assert "the model is unconditional" in ask(front, prompt="cat").json()["error"]["message"]
     for strategy in ("full", "draw"):
         assert ask(front, prompt="", guidance_scale=3.0, strategy=strategy).status_code == 400
@@ -424,9 +445,17 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "size": ({"prompt": "cat", "size": "1024x1024"}, 400, "this ensemble makes 4x4; or pass auto"),
     "many": ({"prompt": "cat", "n": 11}, 400, "n is 11, and this service makes at most 10"),
     "key": ({"prompt": "cat", "sed": 1}, 400, "request: unknown key 'sed'; did you mean 'seed'?"),
-    "negative": ({"prompt": "cat", "negative_prompt": "dog"}, 400, "no expert reads text; drop the option"),
+    "negative": (
+        {"prompt": "cat", "negative_prompt": "dog"},
+        400,
+        "no expert reads text; drop the option",
+    ),
     "weak": ({"prompt": "cat", "guide_by": "weak"}, 400, "has no effect at `guidance_scale` 1"),
-    "strategy": ({"prompt": "cat", "strategy": "top-9"}, 400, "top-9 needs 9 experts and there are 3"),
+    "strategy": (
+        {"prompt": "cat", "strategy": "top-9"},
+        400,
+        "top-9 needs 9 experts and there are 3",
+    ),
 }
 
 
@@ -450,7 +479,8 @@ def test_a_wrong_request_is_told_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    ("event", "status"), [(None, 408), ({"type": "http.disconnect"}, 400), (TaskCancelledError(), 400)]
+    ("event", "status"),
+    [(None, 408), ({"type": "http.disconnect"}, 400), (TaskCancelledError(), 400)],
 )
 def test_a_body_that_does_not_come_is_no_failure_of_the_service(
     front: Front, monkeypatch: pytest.MonkeyPatch, event: Any, status: int
@@ -496,5 +526,7 @@ def malformed() -> list[tuple[str, str, bytes]]:
     pairs += [(key, value) for key in ("n", "steps") for value in (-1, 0, 0.5, 2**70)]
     bodies += [json.dumps({"prompt": "cat", key: value}).encode() for key, value in pairs]
     paths = (IMAGES, "/v1/images", "/v1/../etc", "/%2e%2e/x", "/v1/models/x", "/\u00e9")
-    others = [(method, path, b"") for method in ("GET", "PUT", "DELETE", "OPTIONS") for path in paths]
+    others = [
+        (method, path, b"") for method in ("GET", "PUT", "DELETE", "OPTIONS") for path in paths
+    ]
     return [("POST", IMAGES, body) for body in bodies] + others

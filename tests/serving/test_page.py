@@ -57,7 +57,9 @@ def _painted(panel: Panel, *edit: Image.Image | None) -> Panel:
 
 
 def test_a_preview_is_x_0_where_the_path_is_straight() -> None:
-    x_0, eps = torch.randn(2, 3, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x_0, eps = torch.randn(
+        2, 3, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     for t, then in ((1.0, 0.96), (0.5, 0.1), (0.2, 0.0)):
         states = ((1 - one) * x_0 + one * eps for one in (t, then))
         assert torch.allclose(preview(*states, t, then), x_0, rtol=0, atol=1e-12)
@@ -70,7 +72,9 @@ def test_the_strip_tells_the_weights_that_the_pipeline_tallied(ensemble: Path) -
     assert panel.error == ""
     asked = {"class_labels": ["dog"] * 3, "num_inference_steps": 4, "solver": "euler", "seed": 2}
     shares = model.pipeline(**asked, strategy="full").expert_use.shares
-    assert torch.allclose(torch.tensor([one.shares for one in panel.images]).double().mean(0), shares)
+    assert torch.allclose(
+        torch.tensor([one.shares for one in panel.images]).double().mean(0), shares
+    )
     for image in panel.images:
         told = dict(re.findall(r"</b> (expert \d) (\d+) %", strip(image, panel, panel.names)))
         assert told == {f"expert {k}": f"{100 * share:.0f}" for k, share in enumerate(image.shares)}
@@ -138,7 +142,10 @@ def test_a_strategy_is_for_the_panels_with_several_experts(ensemble: Path) -> No
 
 
 def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
-    settings, stopped = SampleSettings(**MANY | {"steps": 500}, class_labels="cat"), threading.Event()
+    settings, stopped = (
+        SampleSettings(**MANY | {"steps": 500}, class_labels="cat"),
+        threading.Event(),
+    )
     panel = Opened(ensemble, settings).panel("all", settings)
     for _ in paint([panel], {}, stopped):
         stopped.set()
@@ -165,11 +172,15 @@ def test_a_solver_that_nobody_chose_stands_in_the_way_of_no_mask(ensemble: Path)
     play = Play([ensemble])
     shown = {"class_labels": ["cat"], "prompts": "", "strategy": "", "num_images": 1, "steps": 2}
     chosen = {
-        solver: play._settings(shown | {"solver": solver, "init_image": Path(START), "mask": Path(MASK)})
+        solver: play._settings(
+            shown | {"solver": solver, "init_image": Path(START), "mask": Path(MASK)}
+        )
         for solver in ("adams-moulton", "heun")
     }
     assert [one.solver for one in chosen.values()] == [None, "heun"]
-    panel = _painted(Opened(ensemble, chosen["heun"]).panel("all", chosen["adams-moulton"]), PICTURE, HOLE)
+    panel = _painted(
+        Opened(ensemble, chosen["heun"]).panel("all", chosen["adams-moulton"]), PICTURE, HOLE
+    )
     assert panel.error == ""
     assert "--solver" not in panel.commands[0]
 
@@ -179,7 +190,9 @@ def test_what_is_painted_over_is_cropped_as_its_picture(ensemble: Path) -> None:
     pytest.importorskip("gradio")
     wide, strokes = Image.new("RGB", (80, 40)), Image.new("RGBA", (80, 40))
     strokes.paste((255, 0, 0, 255), (20, 0, 40, 40))
-    _, mask = Play([ensemble])._pictures({"background": wide, "layers": [strokes], "composite": None})
+    _, mask = Play([ensemble])._pictures(
+        {"background": wide, "layers": [strokes], "composite": None}
+    )
     assert mask is not None
     assert mask.tobytes() == bytes([255, 255, 0, 0] * 4)
 
@@ -239,7 +252,9 @@ def test_a_visitor_makes_images(
         pytest.skip("no chromium on PATH: apt-get install chromium, or a Chrome")
     asked: set[str] = set()
     places = {"socket.connect": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
-    sys.addaudithook(lambda event, told: (event in places and asked.add(str(told[places[event]]))) or None)
+    sys.addaudithook(
+        lambda event, told: (event in places and asked.add(str(told[places[event]]))) or None
+    )
     play = Play([models / "parts" / "0", ensemble])
     with serve(play, 7860) as (address, _), Browser(tmp_path / "browser") as browser:
 
@@ -257,12 +272,16 @@ def test_a_visitor_makes_images(
         browser.evaluate(f"{button}.click()")
         once("/images in [\\d.]+ s/.test(document.querySelector('#result').innerText)")
         told = browser.evaluate("document.querySelector('#result').innerText")
-        links = browser.evaluate("[...document.querySelectorAll('#result a[download]')].map(one => one.href)")
+        links = browser.evaluate(
+            "[...document.querySelectorAll('#result a[download]')].map(one => one.href)"
+        )
         wide = browser.evaluate(
             "[...document.querySelectorAll('#result *')].filter(one => one.getBoundingClientRect().right > "
             f"{PHONE} + 1).map(one => one.outerHTML.slice(0, 80))"
         )
-        strange = [one for one in browser.requests if not one.startswith((address, f"blob:{address}"))]
+        strange = [
+            one for one in browser.requests if not one.startswith((address, f"blob:{address}"))
+        ]
         complaints = [one for one in browser.complaints if not KNOWN.search(one)]
     assert (wide, strange, complaints) == ([], [], [])
     assert asked <= {HOST, "localhost"}

@@ -15,12 +15,25 @@ from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.expert import open_expert
 from hddm.experts.records import WEAK_FILE
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.calibrate import calibrate, native_conditions, native_samples, native_times, recalibrate
+from hddm.training.calibrate import (
+    calibrate,
+    native_conditions,
+    native_samples,
+    native_times,
+    recalibrate,
+)
 from hddm.training.expert import new_network
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
-from tests.artefacts import contents, copied, edit_json, killed_at_every_change, largest_file, refusal
+from tests.artefacts import (
+    contents,
+    copied,
+    edit_json,
+    killed_at_every_change,
+    largest_file,
+    refusal,
+)
 from tests.cases import case_named
 from tests.oracles import BoundedNetwork, GaussianMixture, NoisyEpsilon, OracleNetwork, rms_error
 
@@ -84,7 +97,10 @@ def test_a_sample_depends_on_seed_and_number_alone() -> None:
 
 @pytest.mark.parametrize("modes", [1, 6])
 def test_samples_calibrate_a_noisy_expert_like_its_shard_does(modes: int) -> None:
-    shard, case = GaussianMixture.random(seed=0, modes=modes, dim=DIM, spread=0.8), case_named("cosine")
+    shard, case = (
+        GaussianMixture.random(seed=0, modes=modes, dim=DIM, spread=0.8),
+        case_named("cosine"),
+    )
     network = NoisyEpsilon(shard, case.alpha_sigma, "epsilon")
     raw = VelocityField(network, case.schedule, "epsilon", sample_shape=SHAPE)
     data = shard.sample(512, seed=1, shape=SHAPE)
@@ -150,7 +166,9 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     full, part = copied(ddpm_expert, tmp_path), copied(ddpm_expert, tmp_path / "part")
     edit_json(part / "expert.json", noise_range=[0.75, 1])
     before = contents(tmp_path)
-    assert "covers only a part of t, so it cannot sample alone; pass `data`" in refusal(recalibrate, part)
+    assert "covers only a part of t, so it cannot sample alone; pass `data`" in refusal(
+        recalibrate, part
+    )
     with pytest.raises(HddmError, match=r"its samples need encoder_hidden_states.*pass `data`"):
         recalibrate(prompts)
     with largest_file(1000), pytest.raises(HddmError, match=r"cannot be written.*File too large"):
@@ -177,11 +195,15 @@ def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
         assert hddm.load(expert).calibration is not None
         hddm.load(whole)
         replace_file(expert, record, FILE_NAME, old.save)
-        assert contents(tmp_path) == {f"{whole.name}/{name}": content for name, content in before.items()}
+        assert contents(tmp_path) == {
+            f"{whole.name}/{name}": content for name, content in before.items()
+        }
 
     assert (
         killed_at_every_change(
-            lambda: replace_file(expert, record, FILE_NAME, new.save), check, ("os.rename", "os.rmdir")
+            lambda: replace_file(expert, record, FILE_NAME, new.save),
+            check,
+            ("os.rename", "os.rmdir"),
         )
         > 8
     )

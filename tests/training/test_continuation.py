@@ -59,7 +59,9 @@ def continued(shards: Path, ddpm_expert: Path, tmp_path_factory: pytest.TempPath
 def test_an_expert_trained_on_records_what_it_came_from_and_the_blend_on_the_new_shards_moments(
     shards: Path, ddpm_expert: Path, continued: Path
 ) -> None:
-    before, facts = (json.loads((folder / "expert.json").read_text()) for folder in (ddpm_expert, continued))
+    before, facts = (
+        json.loads((folder / "expert.json").read_text()) for folder in (ddpm_expert, continued)
+    )
     changed = {"objective": "flow", "licence": "CC-BY-NC-4.0", "training_calibration": True}
     changed["shard"] = shard_record(shards / "shard_1")
     assert facts | {"training": 0} == before | {"training": 0} | changed
@@ -85,7 +87,9 @@ def test_an_expert_goes_on_in_its_part_of_t_or_in_one_that_is_said(
     high, narrow, shard = tmp_path / "high", tmp_path / "narrow", shards / "shard_1"
     settings = expert_settings("flow", steps=2, noise_range=(0.7, 1))
     continue_expert(ddpm_expert, shard, high, settings)
-    continue_expert(high, shard, tmp_path / "again", settings.model_copy(update={"noise_range": None}))
+    continue_expert(
+        high, shard, tmp_path / "again", settings.model_copy(update={"noise_range": None})
+    )
     ddpm = expert_settings("ddpm", steps=2, noise_range=(0.8, 0.9))
     continue_expert(ddpm_expert, shard, narrow, ddpm)
     for name, part in (("high", (0.7, 1)), ("again", (0.7, 1)), ("narrow", (0.8, 0.9))):
@@ -104,7 +108,9 @@ def test_an_expert_trained_on_twice_keeps_the_calibration_that_its_weights_know(
     for t in TIMES:
         x, times = GAUSSIAN.states_at(t, 64, 3, SHAPE)
         # A step of the smallest size: what it learned before is all there.
-        torch.testing.assert_close(after.velocity(x, times), before.velocity(x, times), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            after.velocity(x, times), before.velocity(x, times), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.integration
@@ -124,7 +130,9 @@ def test_the_first_loss_of_an_expert_of_ddpm_is_that_of_the_init(
     init, out, num = ddpm_expert, tmp_path / "out", 16384
     if prediction == "sample":
         init = tmp_path / "init"
-        train_expert(shards / "shard_0", init, expert_settings("ddpm", steps=60, prediction="sample"))
+        train_expert(
+            shards / "shard_0", init, expert_settings("ddpm", steps=60, prediction="sample")
+        )
     settings = expert_settings(objective, steps=1, batch_size=num)
     (found,) = continue_expert(init, shards / "shard_1", out, settings)
     facts = json.loads((out / "expert.json").read_text())
@@ -154,7 +162,9 @@ def test_the_first_loss_of_an_expert_of_ddpm_is_that_of_the_init(
     # Both are means of as many draws; in x_0 of a loss with a long tail.
     deviation = (2 / num) ** 0.5 * each.std()
     assert deviation < 0.04 * each.mean()
-    assert abs(found - each.mean()) < (4 * deviation if prediction == "sample" else 0.03 * each.mean())
+    assert abs(found - each.mean()) < (
+        4 * deviation if prediction == "sample" else 0.03 * each.mean()
+    )
 
 
 @pytest.mark.integration
@@ -230,7 +240,9 @@ def test_a_network_of_diffusers_is_trained_on_without_its_own_dropping_of_labels
     assert calibration.weights[-1].unique().item() == 1
 
 
-def _refused(init: Path, shard: Path, tmp_path: Path, objective: str = "flow", **changes: Any) -> str:
+def _refused(
+    init: Path, shard: Path, tmp_path: Path, objective: str = "flow", **changes: Any
+) -> str:
     settings = expert_settings(objective, steps=1, **changes)
     message = refusal(continue_expert, init, shard, tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
@@ -238,10 +250,17 @@ def _refused(init: Path, shard: Path, tmp_path: Path, objective: str = "flow", *
 
 
 def test_what_does_not_fit_the_init_is_refused(
-    whole: Path, class_expert: Path, ddpm_expert: Path, flow_expert: Path, continued: Path, tmp_path: Path
+    whole: Path,
+    class_expert: Path,
+    ddpm_expert: Path,
+    flow_expert: Path,
+    continued: Path,
+    tmp_path: Path,
 ) -> None:
     (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "large", 1)
-    assert "its shape is (1, 6, 6), the expert's (1, 4, 4)" in _refused(ddpm_expert, large, tmp_path)
+    assert "its shape is (1, 6, 6), the expert's (1, 4, 4)" in _refused(
+        ddpm_expert, large, tmp_path
+    )
     other, asked = copied(class_expert, tmp_path), {"class_conditional": True}
     edit_json(other / "expert.json", classes=["cats", "dogs"])
     message = _refused(other, whole, tmp_path, **asked)
@@ -269,14 +288,18 @@ def test_the_calibration_of_a_training_is_not_fitted_anew_and_an_init_that_lost_
 def adapter(shards: Path, ddpm_expert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The DDPM expert of shard 0, adapted to shard 1 with flow matching."""
     out = tmp_path_factory.mktemp("adapted") / "expert"
-    continue_expert(ddpm_expert, shards / "shard_1", out, expert_settings("flow", lora_rank=2, lora_alpha=4))
+    continue_expert(
+        ddpm_expert, shards / "shard_1", out, expert_settings("flow", lora_rank=2, lora_alpha=4)
+    )
     return out
 
 
 def test_only_attention_and_mlps_differ_from_the_base_and_by_the_rank(
     ddpm_expert: Path, adapter: Path
 ) -> None:
-    before, after = (open_expert(folder).read().network.state_dict() for folder in (ddpm_expert, adapter))
+    before, after = (
+        open_expert(folder).read().network.state_dict() for folder in (ddpm_expert, adapter)
+    )
     targets = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]["targets"]
     for name, weight in before.items():
         assert (name in targets) != torch.equal(weight, after[name])
@@ -296,7 +319,10 @@ def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
 ) -> None:
     """With activation checkpointing, which changes nothing."""
     settings = expert_settings("flow", lora_rank=2, lora_alpha=4, gradient_checkpointing=True)
-    given, run = (ddpm_expert, shards / "shard_1", tmp_path / "out", settings), RunOptions(checkpoint_every=3)
+    given, run = (
+        (ddpm_expert, shards / "shard_1", tmp_path / "out", settings),
+        RunOptions(checkpoint_every=3),
+    )
     base = contents(ddpm_expert)
     with pytest.raises(Died):
         continue_expert(*given, on_step=ending_at(4), run=run)
@@ -320,5 +346,9 @@ def test_an_adapter_can_be_trained_on_as_a_whole_but_not_adapted(
     merged = open_expert(adapter).read().network.state_dict()
     for name, weight in load_file(tmp_path / "out" / WEIGHTS).items():
         torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
-    with pytest.raises(HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be"):
-        continue_expert(adapter, shards / "shard_1", tmp_path / "on", expert_settings("flow", lora_rank=2))
+    with pytest.raises(
+        HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be"
+    ):
+        continue_expert(
+            adapter, shards / "shard_1", tmp_path / "on", expert_settings("flow", lora_rank=2)
+        )

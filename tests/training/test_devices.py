@@ -51,7 +51,8 @@ def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(whole: Path, tmp_path:
 def test_samples_on_a_gpu_are_those_of_a_cpu(flow_expert: Path, ensemble: Path) -> None:
     for folder in (flow_expert, ensemble):
         expected, found = (
-            hddm.sample(hddm.load(folder, device=one), num=4, seed=1, steps=5) for one in ("cpu", "cuda")
+            hddm.sample(hddm.load(folder, device=one), num=4, seed=1, steps=5)
+            for one in ("cpu", "cuda")
         )
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
 
@@ -59,10 +60,14 @@ def test_samples_on_a_gpu_are_those_of_a_cpu(flow_expert: Path, ensemble: Path) 
 SECONDS = 300
 
 
-def _launched(shard: Path, out: Path, settings: ExpertSettings, *more: str) -> subprocess.Popen[str]:
+def _launched(
+    shard: Path, out: Path, settings: ExpertSettings, *more: str
+) -> subprocess.Popen[str]:
     """Two processes that train ``out``, in a group of their own."""
     file = out.with_name("run.yaml")
-    file.write_text("".join(f"{k}: {v}\n" for k, v in settings.model_dump(exclude_none=True).items()))
+    file.write_text(
+        "".join(f"{k}: {v}\n" for k, v in settings.model_dump(exclude_none=True).items())
+    )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     verb = ["-m", "hddm_cli", "train", "expert", shard, "--out", out, "--config", file, *more]
     return subprocess.Popen(
@@ -94,7 +99,11 @@ LOSSES = "losses.json"
 
 
 def train_in_float64(
-    folder: Path, out: Path, settings: ExpertSettings, run: RunOptions | None = None, until: int | None = None
+    folder: Path,
+    out: Path,
+    settings: ExpertSettings,
+    run: RunOptions | None = None,
+    until: int | None = None,
 ) -> None:
     """Train a network in float64 and write it; a signal at step ``until`` stops all processes.
 
@@ -135,7 +144,9 @@ def _rows(out: Path, rank: str = "") -> Any:
 
 def _as_one_of_two(rank: int, port: int, target: Callable[..., None], *arguments: object) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_PORT": str(port)})
+    os.environ.update(
+        {name: str(value) for name, value in place.items()} | {"MASTER_PORT": str(port)}
+    )
     target(*arguments)
 
 
@@ -159,7 +170,9 @@ def _check_close(found: Path, expected: Path, atol: float = 1e-6) -> None:
 
 
 @pytest.fixture(scope="module", params=["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def alone(request: pytest.FixtureRequest, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(
+    request: pytest.FixtureRequest, whole: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A training by one process."""
     out = tmp_path_factory.mktemp("alone") / str(request.param)
     train_in_float64(whole, out, _settings_of(out), RunOptions(checkpoint_every=100))
@@ -205,7 +218,9 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGTERM), ("muon", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("optimizer", "number"), [("adamw", signal.SIGTERM), ("muon", signal.SIGKILL)]
+)
 def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
     optimizer: str, number: signal.Signals, whole: Path, tmp_path: Path
 ) -> None:

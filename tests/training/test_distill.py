@@ -100,7 +100,9 @@ def test_the_loss_of_each_samples_own_expert_is_least_at_the_exact_mixture() -> 
     assert _slopes(GaussianMixture.union(SHARDS, [0.5, 0.5]).velocity).abs().max() > 5
 
 
-def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_leaves_open() -> None:
+def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_leaves_open() -> (
+    None
+):
     """Law of total variance: data = what varies within shards + what varies between them."""
     inputs = _batch(20_000, seed=1)
     x_0, eps, t, expert = (inputs[name] for name in ("x_0", "eps", "t", "expert"))
@@ -112,7 +114,9 @@ def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_
     def spread(target: Tensor, about: Tensor) -> float:
         return (target - about).square().mean().item()
 
-    between = matching(lambda device: ensemble, FLOW)(lambda x, time: WHOLE.velocity(x, time / 1000), inputs)  # type: ignore[arg-type]
+    between = matching(lambda device: ensemble, FLOW)(
+        lambda x, time: WHOLE.velocity(x, time / 1000), inputs
+    )  # type: ignore[arg-type]
     assert between.mean().item() == pytest.approx(spread(own, mixture), rel=1e-6)
     data, within = spread(eps - x_0, mixture), spread(eps - x_0, own)
     assert data == pytest.approx(within + between.mean().item(), rel=0.02)
@@ -151,7 +155,9 @@ def test_joined_shards_hold_all_samples_in_order_and_belong_to_one_partition(
     assert whole.labels.bincount().tolist() == [PER_CLASS, PER_CLASS]
     hashes = json.loads((shards / PARTITION_FILE).read_text())["hashes"]
     assert whole.hash == hashlib.sha256("\n".join(hashes).encode()).hexdigest() == each[0].partition
-    assert "its shards differ" in refusal(joined, [each[0], open_shard(trio.shards / "shard_1")], shards)
+    assert "its shards differ" in refusal(
+        joined, [each[0], open_shard(trio.shards / "shard_1")], shards
+    )
 
 
 @pytest.mark.integration
@@ -164,7 +170,11 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     assert code == 0, err
     assert told.startswith(f"{out}: trained for 100 steps, distance to the teacher's velocity ")
     facts = json.loads((out / "expert.json").read_text())
-    assert (facts["objective"], facts["prediction_type"], facts["licence"]) == ("flow", "sample", None)
+    assert (facts["objective"], facts["prediction_type"], facts["licence"]) == (
+        "flow",
+        "sample",
+        None,
+    )
     partition_hash = open_shard(shards / "shard_0").partition
     whole = {"hash": partition_hash, "partition": partition_hash, "index": 0, "num_shards": 1}
     assert facts["shard"].items() >= (whole | {"images": 2 * PER_CLASS}).items()
@@ -172,7 +182,9 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
         record = facts["training"]["teacher"]["experts"][f"experts/{k}"]
         assert record["files"][WEIGHTS] == _sha256(ensemble / "experts" / str(k))
         assert record["shard"] == open_shard(shards / f"shard_{k}").hash
-    assert hddm("sample", out, "--num-images", 4, "--steps", 3, "--out", tmp_path / "samples")[0] == 0
+    assert (
+        hddm("sample", out, "--num-images", 4, "--steps", 3, "--out", tmp_path / "samples")[0] == 0
+    )
     code, told, _ = hddm("verify", out, "--data", shards / "shard_1")
     assert "the expert was trained on these images" in told
     assert "error of the velocity on" in told
@@ -211,7 +223,9 @@ def test_a_student_records_router_strategy_and_licences_and_fits_beside_no_exper
     teacher = facts["training"]["teacher"]
     assert teacher["strategy"] == "nucleus-0.9"
     assert teacher["router"][WEIGHTS] == _sha256(ensemble / "router")
-    assert "do not fit together" in refusal(assemble, [student, flow_expert], tmp_path / "mixed", router)
+    assert "do not fit together" in refusal(
+        assemble, [student, flow_expert], tmp_path / "mixed", router
+    )
     assemble([student], tmp_path / "alone")
 
 
@@ -230,7 +244,9 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
 
 
 @pytest.mark.integration
-def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, tmp_path: Path) -> None:
+def test_a_student_of_class_conditional_experts_takes_their_classes(
+    trio: Trio, tmp_path: Path
+) -> None:
     assemble(trio.experts, tmp_path / "trio", trio.router, strategy="full")
     out = tmp_path / "student"
     distill(tmp_path / "trio", trio.shards, out, _settings(steps=20))
@@ -254,7 +270,9 @@ def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(
         ((ensemble, three), f"{three / 'shard_2'}: no expert was trained on it"),
         ((teacher, shards), f"{teacher / 'experts/1'}: records no shard"),
     ):
-        first, *details = refusal(distill, *given, tmp_path / "student", _settings(steps=2)).splitlines()
+        first, *details = refusal(
+            distill, *given, tmp_path / "student", _settings(steps=2)
+        ).splitlines()
         assert ("`teacher` shard needs" in first, f"  {told}" in details) == (True, True)
     assert not (tmp_path / "student").exists()
 
@@ -264,7 +282,9 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="`strategy` draw"):
         _settings(teacher="routed", strategy="draw")
-    drawing, three, large, other = (tmp_path / name for name in ("drawing", "trio", "large", "other"))
+    drawing, three, large, other = (
+        tmp_path / name for name in ("drawing", "trio", "large", "other")
+    )
     assemble([ddpm_expert, flow_expert], drawing)
     assemble(trio.experts, three)
     partition(write_images(tmp_path / "large-images", side=8), large, 2)

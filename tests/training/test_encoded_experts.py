@@ -27,7 +27,14 @@ from hddm.training.resume import encoding_of
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError
-from tests.artefacts import Command, copied, edit_json, expert_settings, load_images, router_settings
+from tests.artefacts import (
+    Command,
+    copied,
+    edit_json,
+    expert_settings,
+    load_images,
+    router_settings,
+)
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_partition_record, write_shard
 
@@ -71,19 +78,26 @@ def test_an_expert_on_latents_is_trained_on_and_calibrated(
     assert torch.equal(load(again).calibration.moments.mean, mean)
 
 
-def test_latents_of_another_vae_or_scale_are_refused(latents: Path, expert: Path, tmp_path: Path) -> None:
+def test_latents_of_another_vae_or_scale_are_refused(
+    latents: Path, expert: Path, tmp_path: Path
+) -> None:
     """A converted checkpoint states its scale and may not know its VAE."""
     vae = json.loads((expert / EXPERT_FILE).read_text())["vae"] | {"fingerprint": "0" * 16}
     other = copied(expert, tmp_path)
     for changes, expected in (
         ({"vae": vae}, "its VAE is kind=.*, the expert's kind=.* fingerprint='0{16}'"),
-        ({"vae": None, "latent_scale": 0.18215}, "its scale is 0.4, the expert's 0.18215; encode with the"),
+        (
+            {"vae": None, "latent_scale": 0.18215},
+            "its scale is 0.4, the expert's 0.18215; encode with the",
+        ),
     ):
         edit_json(other / EXPERT_FILE, **changes)
         with pytest.raises(HddmError, match=expected):
             recalibrate(other, latents)
     with pytest.raises(HddmError, match=expected):
-        continue_expert(other, latents, tmp_path / "out", expert_settings("flow", class_conditional=True))
+        continue_expert(
+            other, latents, tmp_path / "out", expert_settings("flow", class_conditional=True)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +115,9 @@ def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text_expert(captioned: Path) -> Path:
     """A flow expert of them, by caption, trained for ten steps."""
-    train_expert(captioned / "out", captioned / "expert", expert_settings("flow", text_conditional=True))
+    train_expert(
+        captioned / "out", captioned / "expert", expert_settings("flow", text_conditional=True)
+    )
     return captioned / "expert"
 
 
@@ -116,13 +132,18 @@ def test_tokens_of_another_text_encoder_are_refused(
     silent = copied(text_expert, tmp_path / "silent")
     edit_json(silent / EXPERT_FILE, text_encoder=None)
     for expert, expected in (
-        (text_expert, "its text encoder's fingerprint is [0-9a-f]{16}, the expert's [0-9a-f]{16}; encode"),
+        (
+            text_expert,
+            "its text encoder's fingerprint is [0-9a-f]{16}, the expert's [0-9a-f]{16}; encode",
+        ),
         (silent, "its text encoder's width is 32, the expert's 16; encode with"),
     ):
         with pytest.raises(UsageError, match=expected):
             verify_expert(expert, other)
     with pytest.raises(HddmError, match=expected):
-        continue_expert(silent, other, tmp_path / "on", expert_settings("flow", text_conditional=True))
+        continue_expert(
+            silent, other, tmp_path / "on", expert_settings("flow", text_conditional=True)
+        )
 
 
 @pytest.mark.integration
@@ -131,7 +152,9 @@ def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on
 ) -> None:
     silent = copied(expert, tmp_path / "latents")
     edit_json(silent / EXPERT_FILE, vae=None, latent_scale=None)
-    continue_expert(silent, latents, tmp_path / "a", expert_settings("flow", steps=1, class_conditional=True))
+    continue_expert(
+        silent, latents, tmp_path / "a", expert_settings("flow", steps=1, class_conditional=True)
+    )
     before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (expert, tmp_path / "a"))
     assert (found["vae"], found["latent_scale"]) == (before["vae"], SCALE)
     silent = copied(text_expert, tmp_path / "text")
@@ -141,7 +164,9 @@ def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on
     for name, dropout in (("b", 0.1), ("c", 0.0)):
         settings = told.model_copy(update={"condition_dropout": dropout})
         continue_expert(silent, captioned / "out", tmp_path / name, settings)
-        before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (text_expert, tmp_path / name))
+        before, found = (
+            json.loads((at / EXPERT_FILE).read_text()) for at in (text_expert, tmp_path / name)
+        )
         assert found["text_encoder"] == before["text_encoder"]
         # Without dropout it has not learned what stands for no caption.
         assert (tmp_path / name / NULL_FILE).exists() == (dropout > 0)
@@ -153,13 +178,27 @@ def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(
     captioned: Path, tmp_path: Path, hddm: Command
 ) -> None:
     settings = expert_settings(
-        "flow", text_conditional=True, steps=150, learning_rate=1e-2, ema_decay=0.5, condition_dropout=0.3
+        "flow",
+        text_conditional=True,
+        steps=150,
+        learning_rate=1e-2,
+        ema_decay=0.5,
+        condition_dropout=0.3,
     )
     train_expert(captioned / "out", tmp_path / "expert", settings)
     components = {name: captioned / name for name in ("text_encoder", "tokenizer")}
     assemble([tmp_path / "expert"], tmp_path / "all", **components)
     code, _, err = hddm(
-        *("sample", tmp_path / "all", "--out", tmp_path / "out", "--steps", 10, "--guidance-scale", 2),
+        *(
+            "sample",
+            tmp_path / "all",
+            "--out",
+            tmp_path / "out",
+            "--steps",
+            10,
+            "--guidance-scale",
+            2,
+        ),
         *("--prompt", "black", "--prompt", "white", "--num-images", 8),
     )
     assert code == 0, err
@@ -205,9 +244,15 @@ def trainings(ddpm_expert: Path, ensemble: Path) -> dict[str, Train]:
     one = expert_settings("flow", steps=1)
     return {
         "expert": lambda shards, out, run: train_expert(shards / "shard_0", out, one, run=run),
-        "init": lambda shards, out, run: continue_expert(ddpm_expert, shards / "shard_0", out, one, run=run),
-        "router": lambda shards, out, run: train_router(shards, out, router_settings(steps=1), run=run),
-        "student": lambda shards, out, run: distill(ensemble, shards, out, DistillSettings(**tiny), run=run),
+        "init": lambda shards, out, run: continue_expert(
+            ddpm_expert, shards / "shard_0", out, one, run=run
+        ),
+        "router": lambda shards, out, run: train_router(
+            shards, out, router_settings(steps=1), run=run
+        ),
+        "student": lambda shards, out, run: distill(
+            ensemble, shards, out, DistillSettings(**tiny), run=run
+        ),
     }
 
 

@@ -30,7 +30,9 @@ STEPS = 200
 
 def _island(shard: Path, out: Path, **run: object) -> Island:
     settings = expert_settings("flow", steps=STEPS, threads=1)
-    return Island(0, shard, out, settings, RunOptions.model_validate({"checkpoint_every": 20, **run}))
+    return Island(
+        0, shard, out, settings, RunOptions.model_validate({"checkpoint_every": 20, **run})
+    )
 
 
 def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused() -> None:
@@ -71,7 +73,9 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
 def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_trained(
     shards: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
-    def island(index: int, objective: str = "flow", init: Path | None = None, **settings: object) -> Island:
+    def island(
+        index: int, objective: str = "flow", init: Path | None = None, **settings: object
+    ) -> Island:
         shard, out = shards / f"shard_{min(index, 1)}", tmp_path / f"expert_{index}"
         of = expert_settings(objective, **settings)
         return Island(index, shard, out, of, RunOptions(), init=init)
@@ -180,11 +184,15 @@ def _parent(process: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who started a process")
 @pytest.mark.slow
-def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Path, cluster: Any) -> None:
+def test_a_dead_worker_and_a_dead_node_change_nothing(
+    shards: Path, tmp_path: Path, cluster: Any
+) -> None:
     """Also: a shard that cannot be read fails alone."""
     second = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
     raylets = [node.all_processes["raylet"][0].process.pid for node in (cluster.head_node, second)]
-    settings = {name: expert_settings(name, steps=RAY_STEPS, threads=1) for name in ("ddpm", "flow")}
+    settings = {
+        name: expert_settings(name, steps=RAY_STEPS, threads=1) for name in ("ddpm", "flow")
+    }
     run = RunOptions(checkpoint_every=20)
     folders, objectives = [shards / "shard_0", shards / "shard_1"], ["ddpm", "flow"]
     plain = make_islands(folders, tmp_path / "plain", objectives, settings, run)
@@ -228,7 +236,9 @@ def test_a_cluster_that_asks_nobody_for_a_token_is_refused(
         [shards / "shard_0"], tmp_path, ["flow"], {"flow": expert_settings("flow")}, RunOptions()
     )
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(HddmError, match=r"^RAY_AUTH_MODE=disabled: Ray would run the code of whoever"):
+    with pytest.raises(
+        HddmError, match=r"^RAY_AUTH_MODE=disabled: Ray would run the code of whoever"
+    ):
         train_islands(islands, RayWorkers())
     monkeypatch.setenv("RAY_USE_TLS", "1")
     with pytest.raises(HddmError, match=r"^`ray` nonsense: no cluster answers there"):

@@ -39,7 +39,15 @@ from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
-from tests.artefacts import Died, contents, ending_at, expert_settings, recipe, refusal, write_images
+from tests.artefacts import (
+    Died,
+    contents,
+    ending_at,
+    expert_settings,
+    recipe,
+    refusal,
+    write_images,
+)
 from tests.killed_runs import checkpoint
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -128,7 +136,9 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
         values = dict.fromkeys(found, math.nan) | {
             tag: dict(entries)[end] for tag, entries in found.items() if end in dict(entries)
         }
-        losses, t = (torch.cat([getattr(r, key) for r in reports]).numpy() for key in ("losses", "t"))
+        losses, t = (
+            torch.cat([getattr(r, key) for r in reports]).numpy() for key in ("losses", "t")
+        )
         assert values["train/loss"] == pytest.approx(losses.mean(), rel=1e-5)
         sums, _ = np.histogram(t, bins=5, range=(0, 1), weights=losses)
         counts, _ = np.histogram(t, bins=5, range=(0, 1))
@@ -193,7 +203,9 @@ def test_logs_that_fail_are_a_warning_each_and_change_nothing_in_the_training(
     monkeypatch.setattr(wandb, "init", fails)
     train_expert(whole, tmp_path / "out", settings, run=RunOptions(wandb="project", log_every=1))
     assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
-    logged = [r for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING]
+    logged = [
+        r for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING
+    ]
     text = "Not a directory; the training goes on without"
     assert [one.getMessage() for one in logged] == [
         f"TensorBoard ({tmp_path / 'out.run' / 'logs'}): {text}",
@@ -229,12 +241,15 @@ def test_the_training_stays_as_it_is_and_the_errors_are_those_of_its_weights(
     options = {"held_out": held_out, "validate_every": 4, "checkpoint_every": 5}
     assert train_expert(shard, tmp_path / "watched", settings, run=RunOptions(**options)) == losses
     with pytest.raises(Died):
-        train_expert(shard, tmp_path / "cut", settings, on_step=ending_at(9), run=RunOptions(**options))
+        train_expert(
+            shard, tmp_path / "cut", settings, on_step=ending_at(9), run=RunOptions(**options)
+        )
     train_expert(shard, tmp_path / "cut", settings, run=RunOptions(resume=True, **options))
     plain, watched = (load_file(tmp_path / name / WEIGHTS) for name in ("plain", "watched"))
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
     entries, resumed = (
-        read_json(tmp_path / name / "expert.json")["training"]["held_out"] for name in ("watched", "cut")
+        read_json(tmp_path / name / "expert.json")["training"]["held_out"]
+        for name in ("watched", "cut")
     )
     assert resumed == entries
     assert [one["step"] for one in entries] == [4, 8, 12]
@@ -265,8 +280,13 @@ def test_images_that_are_trained_on_are_refused_before_the_first_step(
 ) -> None:
     settings = expert_settings("flow", steps=2)
     for place in (parts[0], parts[0] / "images"):
-        said = refusal(train_expert, parts[0], tmp_path / "out", settings, run=RunOptions(held_out=place))
-        assert f"`held_out` {place}: all its images are also training images of {parts[0]}, such as" in said
+        said = refusal(
+            train_expert, parts[0], tmp_path / "out", settings, run=RunOptions(held_out=place)
+        )
+        assert (
+            f"`held_out` {place}: all its images are also training images of {parts[0]}, such as"
+            in said
+        )
     assert not list(tmp_path.glob("out*"))
 
 
@@ -275,7 +295,9 @@ def test_the_run_has_a_page_with_all_that_was_logged(
 ) -> None:
     monkeypatch.setattr("hddm.training.watching.SHORTEST", 0.0)
     shard, held_out = parts
-    run = RunOptions(held_out=held_out, validate_every=3, log_every=2, sample_every=6, checkpoint_every=4)
+    run = RunOptions(
+        held_out=held_out, validate_every=3, log_every=2, sample_every=6, checkpoint_every=4
+    )
     train_expert(shard, tmp_path / "expert", expert_settings("flow", steps=12), run=run)
     page = (tmp_path / "expert.run" / "report.html").read_text()
     assert "expert.run: step 12 of 12" in page
@@ -343,7 +365,10 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     monkeypatch.setattr(ExpertTransformer, "forward", signalled)
     with pytest.raises(Stopped, match="after step 2 of 4"):
         train_expert(
-            whole, tmp_path / "out", expert_settings("flow", steps=4), run=RunOptions(sample_every=2)
+            whole,
+            tmp_path / "out",
+            expert_settings("flow", steps=4),
+            run=RunOptions(sample_every=2),
         )
     assert next(calls) == 44
     assert not (tmp_path / "out.run" / "samples").exists()

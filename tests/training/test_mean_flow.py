@@ -21,7 +21,15 @@ from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import heun
 from hddm.training.distill import _require_expert_by_class, distill, with_interval
-from hddm.training.mean_flow import CAPTION, FLOOR, POWER, STUDENT_STEPS, TRAJECTORIES_FILE, MeanFlow, solve
+from hddm.training.mean_flow import (
+    CAPTION,
+    FLOOR,
+    POWER,
+    STUDENT_STEPS,
+    TRAJECTORIES_FILE,
+    MeanFlow,
+    solve,
+)
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import TEXT, DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
@@ -109,7 +117,11 @@ class _Prompted(nn.Module):
     """Velocities, or mean velocities, of a Gaussian whose mean is moved by a prompt's token (n, 1, 1)."""
 
     def forward(
-        self, x: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, interval: Tensor | None = None
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        interval: Tensor | None = None,
     ) -> Tensor:
         t, moved = timestep.double() / 1000, _wide(encoder_hidden_states.flatten(), x)
         at = x - (1 - _wide(t, x)) * moved
@@ -194,7 +206,13 @@ def test_a_student_begins_as_its_expert_but_for_high_frequencies_of_time() -> No
 
 
 def _settings(**changes: object) -> DistillSettings:
-    short = {"steps": 8, "batch_size": 8, "learning_rate": 3e-3, "trajectories": 16, "teacher": "routed"}
+    short = {
+        "steps": 8,
+        "batch_size": 8,
+        "learning_rate": 3e-3,
+        "trajectories": 16,
+        "teacher": "routed",
+    }
     return DistillSettings.model_validate({**short, "sampling_steps": 1, "seed": 7, **changes})
 
 
@@ -209,7 +227,11 @@ def test_a_killed_training_goes_on_to_the_same_student_and_with_no_other_teacher
     options = RunOptions(checkpoint_every=2)
     with pytest.raises(Died):
         distill(*given, out, _settings(), on_step=ending_at(7), run=options, init=flow_expert)
-    kept, resumed, steps = run_folder_of(out) / TRAJECTORIES_FILE, RunOptions(resume=True), list[int]()
+    kept, resumed, steps = (
+        run_folder_of(out) / TRAJECTORIES_FILE,
+        RunOptions(resume=True),
+        list[int](),
+    )
     written = kept.stat().st_mtime_ns
     assemble([ddpm_expert, flow_expert], tmp_path / "other", router, strategy="top-1")
     with pytest.raises(HddmError, match="used other data, another"):
@@ -230,7 +252,16 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     """Of experts with classes, whose guidance it has inside."""
     assemble(trio.experts, tmp_path / "trio", trio.router, strategy="full")
     out = tmp_path / "student"
-    line = ["distill", tmp_path / "trio", "--data", trio.shards, "--out", out, "--teacher", "routed"]
+    line = [
+        "distill",
+        tmp_path / "trio",
+        "--data",
+        trio.shards,
+        "--out",
+        out,
+        "--teacher",
+        "routed",
+    ]
     line += ["--sampling-steps", 2, "--trajectories", 32, "--guidance-scale", 2]
     line += ["--batch-size", 8, "--steps", 4]
     code, _, error = hddm(*line)
@@ -298,7 +329,16 @@ def test_other_verbs_refuse_students(
         ("calibrate", student),
         ("verify", student, "--data", shards / "shard_0"),
         ("distill", student, "--data", shards, "--out", tmp_path / "out", "--steps", 1),
-        ("train", "expert", shards / "shard_0", "--init", student, *flow, "--out", tmp_path / "out"),
+        (
+            "train",
+            "expert",
+            shards / "shard_0",
+            "--init",
+            student,
+            *flow,
+            "--out",
+            tmp_path / "out",
+        ),
     ):
         code, _, error = hddm(*line)
         assert code in (1, 2)

@@ -26,7 +26,9 @@ from tests.shard_files import encode, noise, write_shard
 
 VARIANCE, SHAPE, NUM = 0.5, (1, 4, 4), 20_000
 GAUSSIAN = GaussianMixture(
-    torch.ones(1).double(), torch.full((1, 16), 0.7).double(), VARIANCE * torch.eye(16).double()[None]
+    torch.ones(1).double(),
+    torch.full((1, 16), 0.7).double(),
+    VARIANCE * torch.eye(16).double()[None],
 )
 DDPM_CASES = ["cosine", "linear", "ddpm-linear", "sd-scaled-linear-ztsnr", "squaredcos-cap-v2"]
 
@@ -89,7 +91,9 @@ def test_the_optimal_velocity_network_reaches_the_least_flow_loss(sampling: str)
         ("ddpm-linear", "v_prediction"),
     ],
 )
-def test_loss_in_velocity_is_the_error_of_the_converted_velocity(name: str, prediction: str) -> None:
+def test_loss_in_velocity_is_the_error_of_the_converted_velocity(
+    name: str, prediction: str
+) -> None:
     """Between the bounds, for a network that is wrong by a constant; beyond them as at the bound of 0.05."""
     case = case_named(name)
     kind = "flow" if name == "linear" else "ddpm"
@@ -98,7 +102,9 @@ def test_loss_in_velocity_is_the_error_of_the_converted_velocity(name: str, pred
     x_0, eps = GAUSSIAN.sample(64, 1, SHAPE), torch.randn(64, *SHAPE, generator=_noise()).double()
     t = torch.linspace(0.06, 0.94, 64, dtype=torch.float64)
     time = case.schedule.match(t)
-    field = VelocityField(lambda y, u: best(y, u) + 0.3, case.schedule, prediction, objective.time_scale)
+    field = VelocityField(
+        lambda y, u: best(y, u) + 0.3, case.schedule, prediction, objective.time_scale
+    )
     a = append_dims(t, 4)
     velocity = field.velocity((1 - a) * x_0 + a * eps, t)
     expected = (velocity - (eps - x_0)).square().flatten(1).mean(1)
@@ -142,12 +148,16 @@ def test_a_part_of_t_is_drawn_by_the_inverse_distribution_of_all(
     torch.testing.assert_close(t, expected.sigmoid(), rtol=1e-9, atol=1e-9)
     ends = [brentq(lambda u, t=t: case.common_time(u) - t, 0, 1) for t in part]
     native = objective_named(name, case.schedule, noise_range=part).sample_times(NUM, _noise())
-    torch.testing.assert_close(native, ends[0] + uniform * (ends[1] - ends[0]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        native, ends[0] + uniform * (ends[1] - ends[0]), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit-normal"])
 @pytest.mark.parametrize("name", ["ddpm-linear", "trained-betas-ztsnr"])
-def test_a_discrete_schedule_and_two_parts_of_it_draw_whole_indices(name: str, sampling: str) -> None:
+def test_a_discrete_schedule_and_two_parts_of_it_draw_whole_indices(
+    name: str, sampling: str
+) -> None:
     """An index is of the part that its t is in, and as frequent there as among all of that part."""
     case, boundary = case_named(name), 0.6
     schedule = case.schedule
@@ -159,7 +169,11 @@ def test_a_discrete_schedule_and_two_parts_of_it_draw_whole_indices(name: str, s
             [0.0, *(case.common_time(i + 0.5) for i in indices[:-1].tolist()), 1.0]
         ).double()
         whole = torch.special.ndtr(halves.logit()).diff()
-    parts = (((boundary, 1.0), t >= boundary), ((0.0, boundary), t < boundary), ((0.0, 1.0), t >= 0))
+    parts = (
+        ((boundary, 1.0), t >= boundary),
+        ((0.0, boundary), t < boundary),
+        ((0.0, 1.0), t >= 0),
+    )
     for part, rows in parts:
         objective = objective_named("ddpm", schedule, sampling, noise_range=part)
         time = objective.sample_times(400 * len(indices), _noise())
@@ -231,7 +245,9 @@ def test_all_conditions_of_a_sample_are_dropped_at_once(shard: Shard, probabilit
     rows = torch.arange(len(shard)).repeat(50)
     drawn = draw(rows, torch.Generator().manual_seed(0), ALL)
     angle = drawn["time"] * torch.pi / 2
-    torch.testing.assert_close(drawn["t"], angle.sin() / (angle.sin() + angle.cos()), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        drawn["t"], angle.sin() / (angle.sin() + angle.cos()), rtol=1e-6, atol=1e-9
+    )
     gone = drawn["class_labels"] == 5
     spread = (probability * (1 - probability) / len(rows)) ** 0.5
     assert abs(gone.double().mean().item() - probability) <= 4 * spread
@@ -246,7 +262,9 @@ def test_processes_have_together_what_one_draws(processes: int, tmp_path: Path) 
     write_vae(tmp_path / "vae")
     write_clip(tmp_path, tokens=8)
     networks = {name: tmp_path / name for name in ("vae", "text_encoder", "tokenizer")}
-    shard = open_shard(encode(tmp_path / "source", tmp_path / "out", 10, random_flip=True, **networks))
+    shard = open_shard(
+        encode(tmp_path / "source", tmp_path / "out", 10, random_flip=True, **networks)
+    )
     assert shard.texts is not None
     texts = TokenStore(Rows(shard.texts.tokens.parts * 2), shard.texts.null)
     shard = replace(shard, stored=join_samples([shard.stored] * 2), texts=texts)
@@ -271,7 +289,9 @@ def test_half_the_images_are_mirrored_where_that_is_asked_for(shard: Shard) -> N
 
     def images(flip: bool) -> Tensor:
         settings = expert_recipe("flow", random_flip=flip)
-        return drawing(shard, FLOW, settings, {}, {})(rows, torch.Generator().manual_seed(1), ALL)["x_0"]
+        return drawing(shard, FLOW, settings, {}, {})(rows, torch.Generator().manual_seed(1), ALL)[
+            "x_0"
+        ]
 
     plain = shard.take(rows)
     assert torch.equal(images(False), plain)

@@ -32,7 +32,9 @@ def _same(folder: Path, uninterrupted: Path) -> None:
     for name in here.keys() - {EXPERT_FILE, MANIFEST}:
         assert here[name] == there[name], name
     assert damage(folder / "expert", EXPERT_FILE) == ()
-    listed, expected = (read_folder_manifest(place / "expert").files for place in (folder, uninterrupted))
+    listed, expected = (
+        read_folder_manifest(place / "expert").files for place in (folder, uninterrupted)
+    )
     assert listed | {EXPERT_FILE: ""} == expected | {EXPERT_FILE: ""}
 
 
@@ -66,7 +68,9 @@ def test_kills_at_the_worst_moments_change_nothing(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name
+)
 def test_a_signal_saves_within_a_step_and_exits_with_its_code(
     number: signal.Signals, whole: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -99,11 +103,15 @@ def test_a_second_signal_exits_at_once_and_one_that_comes_by_two_ways_saves_as_o
 
 
 @pytest.mark.integration
-def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_the_last_checkpoint_that_is_whole_counts(
+    whole: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     """A flipped bit, a missing file, and no manifest."""
     _ended(whole, tmp_path, ("step", "13"))
     for name in ("optimizer.safetensors", "ema.safetensors", "manifest.json"):
-        folder = Path(shutil.copytree(tmp_path / "expert.run", tmp_path / name / "expert.run")).parent
+        folder = Path(
+            shutil.copytree(tmp_path / "expert.run", tmp_path / name / "expert.run")
+        ).parent
         shutil.copy(tmp_path / "diary", folder)
         spoilt = folder / "expert.run" / "checkpoints" / "step_00000010" / name
         if name.startswith("optimizer"):

@@ -19,7 +19,11 @@ from hddm.routers import temperature_at
 from hddm.training import router as router_training
 from hddm.training.router import held_out, train_router
 from hddm.training.router_accuracy import Evidence, accuracy_of, is_better_than_chance
-from hddm.training.router_temperatures import calibrate_router, expected_calibration_error, fit_temperatures
+from hddm.training.router_temperatures import (
+    calibrate_router,
+    expected_calibration_error,
+    fit_temperatures,
+)
 from tests.artefacts import Command, contents, pixels_of, router_settings, with_pixels, write_images
 from tests.oracles import GaussianMixture, exact_router
 
@@ -85,7 +89,9 @@ def test_a_router_that_learnt_nothing_is_warned_of(
 
 
 @pytest.mark.integration
-def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are_some(tmp_path: Path) -> None:
+def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are_some(
+    tmp_path: Path,
+) -> None:
     folders = partition(write_images(tmp_path / "images", 60), tmp_path / "shards", 2, held_out=0.4)
     train_router(tmp_path / "shards", tmp_path / "router", router_settings())
     held_out = [tmp_path / "shards" / "held_out" / folder.name for folder in folders]
@@ -97,7 +103,10 @@ def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are
     shutil.rmtree(tmp_path / "shards" / "held_out")
     train_router(tmp_path / "shards", tmp_path / "kept", router_settings(calibrate=True))
     found = _accuracy(tmp_path / "kept")
-    assert (found["of"], found["images"]) == ("images kept from training", round(0.15 * (120 - number)))
+    assert (found["of"], found["images"]) == (
+        "images kept from training",
+        round(0.15 * (120 - number)),
+    )
 
 
 @pytest.mark.integration
@@ -107,7 +116,9 @@ def test_shards_of_several_partitions_are_told_apart_in_their_order(
     other = tmp_path / "other"
     (shard,) = partition(write_images(tmp_path / "images", 20), other, 1, held_out=0.4)
     folders = [*find_shards(shards), shard]
-    code, printed, err = hddm("train", "router", shards, other, "--out", tmp_path / "both", *OPTIONS)
+    code, printed, err = hddm(
+        "train", "router", shards, other, "--out", tmp_path / "both", *OPTIONS
+    )
     assert code == 0, err
     # Only one of the two holds images out.
     assert "training images at all noise levels" in printed
@@ -115,7 +126,9 @@ def test_shards_of_several_partitions_are_told_apart_in_their_order(
     assert record.shard_hashes == tuple(open_shard(folder).hash for folder in folders)
     assert record.shard_images == tuple(len(open_shard(folder)) for folder in folders)
     told = f"{shard}: holds the same images as {shard}; name each shard once"
-    assert told in hddm("train", "router", other, shards, other, "--out", tmp_path / "no", *OPTIONS)[2]
+    assert (
+        told in hddm("train", "router", other, shards, other, "--out", tmp_path / "no", *OPTIONS)[2]
+    )
 
 
 PRIOR = (0.5, 0.3, 0.2)
@@ -132,7 +145,8 @@ def data(mixtures: Sequence[GaussianMixture]) -> tuple[Tensor, Tensor]:
     """Images of all shards in the shares of the prior, and their shards."""
     counts = [round(4000 * share) for share in PRIOR]
     images = [
-        shard.sample(n, 10 + k, SHAPE) for k, (shard, n) in enumerate(zip(mixtures, counts, strict=True))
+        shard.sample(n, 10 + k, SHAPE)
+        for k, (shard, n) in enumerate(zip(mixtures, counts, strict=True))
     ]
     return torch.cat(images), torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
 
@@ -174,7 +188,9 @@ def test_a_router_too_sure_or_too_shy_gets_its_temperature_back(
     temperatures, record = calibrate_router(network, *data, knots=knots)
     assert len(temperatures) == knots
     # At t = 1 the posterior is the prior, whatever the image: only its neighbourhood says anything there.
-    assert temperatures[: max(knots - 1, 1)] == pytest.approx([factor] * max(knots - 1, 1), rel=0.15)
+    assert temperatures[: max(knots - 1, 1)] == pytest.approx(
+        [factor] * max(knots - 1, 1), rel=0.15
+    )
     assert temperatures[-1] == pytest.approx(factor, rel=0.25)
     assert record["ece_before"] > 0.08
     assert record["ece_after"] < 0.015
@@ -197,7 +213,9 @@ def test_a_distortion_that_changes_over_time_is_recovered_by_the_table_alone(
 def test_a_router_that_is_never_wrong_gets_a_finite_temperature() -> None:
     labels = torch.arange(60) % 3
     logits = 50.0 * torch.nn.functional.one_hot(labels, 3)
-    assert fit_temperatures(logits, torch.linspace(0, 1, 60), labels) == pytest.approx([1] * 5, abs=1e-3)
+    assert fit_temperatures(logits, torch.linspace(0, 1, 60), labels) == pytest.approx(
+        [1] * 5, abs=1e-3
+    )
     # One that knows nothing has no scale.
     assert fit_temperatures(0 * logits, torch.linspace(0, 1, 60), labels) == pytest.approx([1] * 5)
 
@@ -233,7 +251,18 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
 def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
-    options = ["--steps", 10, "--batch-size", 16, "--learning-rate", 3e-3, "--seed", 7, "--warmup", 2]
+    options = [
+        "--steps",
+        10,
+        "--batch-size",
+        16,
+        "--learning-rate",
+        3e-3,
+        "--seed",
+        7,
+        "--warmup",
+        2,
+    ]
     out = tmp_path / "router"
     code, told, err = hddm(
         "train", "router", shards, "--out", out, *options, "--ema-decay", 0.9, "--calibrate"

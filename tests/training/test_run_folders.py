@@ -42,7 +42,18 @@ SETTINGS = ExpertSettings(objective="flow", steps=4, size="tiny", batch_size=8, 
 
 def _command(shard: Path, out: Path, *more: object) -> list[object]:
     """The command line of `SETTINGS`; what stands in ``more`` overrides it."""
-    given = ("--objective", "flow", "--size", "tiny", "--batch-size", 8, "--threads", 1, "--steps", 4)
+    given = (
+        "--objective",
+        "flow",
+        "--size",
+        "tiny",
+        "--batch-size",
+        8,
+        "--threads",
+        1,
+        "--steps",
+        4,
+    )
     return ["train", "expert", shard, "--out", out, *given, *more]
 
 
@@ -76,7 +87,9 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     assert (code, half.exists()) == (0, False), error
 
 
-def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: Path, hddm: Command) -> None:
+def test_every_changed_setting_is_told_and_stops_a_resume(
+    started: Path, whole: Path, hddm: Command
+) -> None:
     changed = _command(whole, started, "--steps", 6, "--learning-rate", 0.5, "--resume")
     code, _, error = hddm(*changed)
     assert code == 1
@@ -90,7 +103,9 @@ def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: 
     assert (started / "expert.json").exists()
 
 
-def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path, hddm: Command) -> None:
+def test_another_shard_or_objective_is_never_resumed(
+    started: Path, shards: Path, hddm: Command
+) -> None:
     before = contents(started.with_name("out.run"))
     changed = ("--objective", "ddpm", "--resume", "--allow-config-change")
     code, _, error = hddm(*_command(shards / "shard_0", started, *changed))
@@ -147,7 +162,9 @@ def test_a_kill_while_a_run_is_overwritten_leaves_one_that_can_be_overwritten(
 
 
 @pytest.mark.integration
-def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(
+    whole: Path, tmp_path: Path
+) -> None:
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
     train_expert(whole, tmp_path / "plain", settings, run=keep)
@@ -186,7 +203,9 @@ def test_a_checkpoint_is_saved_after_two_minutes_and_changes_nothing(
         train_expert(whole, out, settings, on_step=tick, run=RunOptions(resume=True))
     assert f"{out}.run: has no checkpoint; the training starts again at step 1" in caplog.text
     # After the third step 150 seconds were over, and since the fourth one less than 120 were.
-    assert [path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir()] == ["step_00000004"]
+    assert [path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir()] == [
+        "step_00000004"
+    ]
     caplog.clear()
     assert train_expert(whole, out, settings, run=RunOptions(resume=True)) == losses
     assert f"{out}.run: continuing from step 4" in caplog.text
@@ -229,8 +248,12 @@ def test_a_batch_in_parts_learns_as_one_batch_does(whole: Path, tmp_path: Path) 
 
 
 @pytest.mark.integration
-def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path, tmp_path: Path) -> None:
-    settings = expert_settings("flow", steps=12, batch_size=32, threads=1, prediction="flow_prediction")
+def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(
+    whole: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings(
+        "flow", steps=12, batch_size=32, threads=1, prediction="flow_prediction"
+    )
     plain = train_expert(whole, tmp_path / "no", settings)
     half = settings.model_copy(update={"mixed_precision": "bf16"})
     found = train_expert(whole, tmp_path / "bf16", half, run=RunOptions())
@@ -248,7 +271,9 @@ def _change(step: int, key: str, was: object, now: object) -> dict[str, object]:
     return {"step": step, "key": key, "was": was, "is": now}
 
 
-def _train(shard: Path, out: Path, until: int | None = None, every: int = 2, **changes: Any) -> None:
+def _train(
+    shard: Path, out: Path, until: int | None = None, every: int = 2, **changes: Any
+) -> None:
     """Go on with a training of nine steps, as far as its step ``until``."""
     settings = expert_settings("flow", **{"steps": 9, "threads": 1, **changes})
     options = RunOptions(resume=True, allow_config_change=True, checkpoint_every=every)
@@ -294,7 +319,9 @@ def test_steps_that_are_made_again_are_made_with_what_is() -> None:
 
 
 def test_a_run_records_its_attention_kernel(shards: Path, tmp_path: Path) -> None:
-    train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", steps=1), run=RunOptions())
+    train_expert(
+        shards / "shard_0", tmp_path / "out", expert_settings("flow", steps=1), run=RunOptions()
+    )
     kernel = _record(tmp_path / "out")["environment"]["default_attention"]
     with sdpa_kernel(getattr(SDPBackend, kernel.upper())):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)

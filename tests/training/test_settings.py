@@ -34,9 +34,15 @@ def _file(folder: Path, text: str) -> Path:
     ("text", "message"),
     [
         ("learning_rte: 1e-3", "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
-        ("noise_range: 1:0.5", r"key 'noise_range' \(is '1:0.5'\): must be LOW:HIGH, with 0 <= LOW < HIGH"),
+        (
+            "noise_range: 1:0.5",
+            r"key 'noise_range' \(is '1:0.5'\): must be LOW:HIGH, with 0 <= LOW < HIGH",
+        ),
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
-        ("size: tiny\nsteps: [", r"is not YAML \(line 2, column 9: while parsing a flow node, expected"),
+        (
+            "size: tiny\nsteps: [",
+            r"is not YAML \(line 2, column 9: while parsing a flow node, expected",
+        ),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
     ],
 )
@@ -45,14 +51,28 @@ def test_what_a_file_should_not_say_is_named(text: str, message: str, tmp_path: 
     with pytest.raises(HddmError, match=rf"^{path}: .*{message}") as error:
         settings_of(ExpertSettings, path, BASE)
     assert "\n" not in str(error.value)
-    assert "none.yaml: no such file" in refusal(settings_of, ExpertSettings, tmp_path / "none.yaml", BASE)
+    assert "none.yaml: no such file" in refusal(
+        settings_of, ExpertSettings, tmp_path / "none.yaml", BASE
+    )
 
 
 def test_values_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
     """YAML itself takes 1e-4 for a word and no for false."""
-    lines = ["size: S/2", "learning_rate: 1e-4", "mixed_precision: no", "random_flip: yes", "# done", ""]
+    lines = [
+        "size: S/2",
+        "learning_rate: 1e-4",
+        "mixed_precision: no",
+        "random_flip: yes",
+        "# done",
+        "",
+    ]
     lines.append("noise_range: 0.5:1")
-    expected = BASE | {"size": "S/2", "learning_rate": 1e-4, "mixed_precision": "no", "random_flip": True}
+    expected = BASE | {
+        "size": "S/2",
+        "learning_rate": 1e-4,
+        "mixed_precision": "no",
+        "random_flip": True,
+    }
     expected["noise_range"] = [0.5, 1]
     for end in ("\n", "\r\n"):
         found = settings_of(ExpertSettings, _file(tmp_path, end.join(lines)), BASE)
@@ -69,7 +89,11 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path:
 
 def test_a_bad_value_on_the_command_line_is_not_reported_as_the_files(tmp_path: Path) -> None:
     path = _file(tmp_path, "batch_size: 16")
-    for given in ({"objective": "flow", "steps": 0}, {"objective": "flw", "steps": 1}, BASE | {"seed": -1}):
+    for given in (
+        {"objective": "flow", "steps": 0},
+        {"objective": "flw", "steps": 1},
+        BASE | {"seed": -1},
+    ):
         with pytest.raises(HddmError, match=r"^`(steps` 0|objective` flw|seed` -1): "):
             settings_of(ExpertSettings, path, given)
 
@@ -84,25 +108,49 @@ CONTINUED = Start(is_new=False, prediction="epsilon", rotary=False, noise_range=
         (
             FLOW,
             NEW,
-            {"optimizer": "muon", "learning_rate": 0.2 / 128, "muon_learning_rate": 0.02, "warmup": 100}
+            {
+                "optimizer": "muon",
+                "learning_rate": 0.2 / 128,
+                "muon_learning_rate": 0.02,
+                "warmup": 100,
+            }
             | {"prediction": "sample", "weighting": "velocity", "time_sampling": "logit-normal"}
             | {"rotary": True, "noise_range": WHOLE, "weak_at": 0.25},
         ),
         (
             FLOW | {"objective": "ddpm", "optimizer": "adamw", "steps": 999},
             NEW,
-            {"learning_rate": 0.5 / 128, "muon_learning_rate": None, "warmup": 99, "prediction": "epsilon"}
+            {
+                "learning_rate": 0.5 / 128,
+                "muon_learning_rate": None,
+                "warmup": 99,
+                "prediction": "epsilon",
+            }
             | {"weighting": "prediction", "time_sampling": "uniform"},
         ),
-        (FLOW | {"objective": "ddpm", "prediction": "sample"}, NEW, {"time_sampling": "logit-normal"}),
+        (
+            FLOW | {"objective": "ddpm", "prediction": "sample"},
+            NEW,
+            {"time_sampling": "logit-normal"},
+        ),
         # A scheduler file states a prediction, which a request overrides.
-        (FLOW | {"objective": "ddpm"}, Start(prediction="v_prediction"), {"prediction": "v_prediction"}),
+        (
+            FLOW | {"objective": "ddpm"},
+            Start(prediction="v_prediction"),
+            {"prediction": "v_prediction"},
+        ),
         (FLOW | {"prediction": "epsilon"}, Start(prediction="sample"), {"prediction": "epsilon"}),
         # The init decides what its network is; all else can be requested.
         (
-            FLOW | {"prediction": "sample", "weighting": "velocity", "rotary": True, "lora_rank": 2},
+            FLOW
+            | {"prediction": "sample", "weighting": "velocity", "rotary": True, "lora_rank": 2},
             CONTINUED,
-            {"prediction": "epsilon", "weighting": "prediction", "rotary": False, "noise_range": (0.5, 1.0)}
+            {
+                "prediction": "epsilon",
+                "weighting": "prediction",
+                "rotary": False,
+                "noise_range": (0.5, 1.0),
+            }
             | {"optimizer": "adamw", "learning_rate": 1e-4, "weak_at": 0.0, "lora_alpha": 2.0},
         ),
         (FLOW | {"weak_at": 0.5, "noise_range": (0.0, 0.5)}, CONTINUED, {"weak_at": 0.5}),
@@ -117,7 +165,13 @@ def test_an_expert_has_its_defaults(requested: Any, start: Start, expected: dict
 
 
 def test_a_resumed_run_goes_before_defaults_and_a_request_before_both() -> None:
-    before = {"optimizer": "muon", "learning_rate": 7.0, "muon_learning_rate": 0.5, "warmup": 3, "threads": 9}
+    before = {
+        "optimizer": "muon",
+        "learning_rate": 7.0,
+        "muon_learning_rate": 0.5,
+        "warmup": 3,
+        "threads": 9,
+    }
     found = resolve(Recipe, LoopFields[None](steps=100, warmup=4), before=before)
     assert found.model_dump().items() >= (before | {"warmup": 4}).items()
     # Another optimizer is not refused for the rates of the one before.
@@ -134,7 +188,9 @@ def test_a_recorded_value_of_another_request_is_not_taken() -> None:
     adapter = {"objective": "flow", "lora_rank": 2, "lora_alpha": 2.0}
     assert resolve(ExpertRecipe, ExpertSettings(**FLOW), CONTINUED, adapter).lora_alpha != 2
     whole = {"objective": "flow", "lora_rank": None, "weak_at": 0.5}
-    assert resolve(ExpertRecipe, ExpertSettings(**FLOW, lora_rank=2), CONTINUED, whole).weak_at != 0.5
+    assert (
+        resolve(ExpertRecipe, ExpertSettings(**FLOW, lora_rank=2), CONTINUED, whole).weak_at != 0.5
+    )
 
 
 def test_a_setting_that_would_have_no_effect_is_refused() -> None:

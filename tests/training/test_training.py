@@ -58,10 +58,16 @@ def test_an_experts_losses_are_the_golden_ones(objective: str, whole: Path, tmp_
     ],
 )
 def test_losses_by_the_default_recipes_are_the_golden_ones(
-    objective: Literal["flow", "ddpm"], given: dict[str, Any], name: str, whole: Path, tmp_path: Path
+    objective: Literal["flow", "ddpm"],
+    given: dict[str, Any],
+    name: str,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     """Muon and rotary positions; ddpm predicts epsilon at uniform timesteps."""
-    settings = ExpertSettings(objective=objective, steps=10, batch_size=16, size="tiny", seed=7, **given)
+    settings = ExpertSettings(
+        objective=objective, steps=10, batch_size=16, size="tiny", seed=7, **given
+    )
     # Muon makes matrices orthogonal in bfloat16.
     _check_golden(name, train_expert(whole, tmp_path / "expert", settings), rel=2e-3)
 
@@ -77,7 +83,9 @@ def test_a_seed_decides_every_weight_and_another_seed_other_ones(
     shard = copied(shards / "shard_1", tmp_path)
     for name, seed in (("same", 7), ("other", 8)):
         train_expert(shard, tmp_path / name, expert_settings("flow", seed=seed))
-    first, same, other = (contents(folder) for folder in (flow_expert, tmp_path / "same", tmp_path / "other"))
+    first, same, other = (
+        contents(folder) for folder in (flow_expert, tmp_path / "same", tmp_path / "other")
+    )
     assert first.keys() == same.keys()
     for file in (WEIGHTS, "config.json", "calibration.safetensors"):
         assert first[file] == same[file]
@@ -126,7 +134,11 @@ def test_a_loss_that_is_not_finite_stops_and_writes_nothing(shards: Path, tmp_pa
 
 def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_path: Path) -> None:
     config = tmp_path / "scheduler_config.json"
-    said = {"beta_schedule": "scaled_linear", "num_train_timesteps": 50, "prediction_type": "v_prediction"}
+    said = {
+        "beta_schedule": "scaled_linear",
+        "num_train_timesteps": 50,
+        "prediction_type": "v_prediction",
+    }
     config.write_text(json.dumps({"_class_name": "DDPMScheduler", **said}))
     train_expert(whole, tmp_path / "expert", expert_settings("ddpm", steps=2), config)
     schedule = hddm.schedules.from_diffusers(config)
@@ -143,7 +155,9 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     assert told in refusal(train_expert, whole, tmp_path / "no", expert_settings("ddpm"), config)
 
 
-def test_shards_that_do_not_fit_a_network_are_refused(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_shards_that_do_not_fit_a_network_are_refused(
+    images: Path, shards: Path, tmp_path: Path
+) -> None:
     """Images that carry no labels, or whose shapes differ for a router."""
     labelled = expert_settings("flow", class_conditional=True)
     (flat,) = partition(images / "rows", tmp_path / "flat", 1)

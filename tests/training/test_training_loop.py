@@ -75,7 +75,9 @@ def test_training_leaves_the_averaged_weights(decay: float) -> None:
     values = [point.place.detach().clone()]
     settings = recipe(steps=30, learning_rate=0.1, warmup=3, ema_decay=decay)
     task = _task(point, lambda: point.place.square().sum())
-    fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
+    fitted = fit(
+        task, settings, watchers=[lambda report: values.append(point.place.detach().clone())]
+    )
     torch.testing.assert_close(point.place.double(), _average(values, decay), rtol=1e-5, atol=1e-6)
     assert torch.equal(point.place, values[-1]) == (decay == 0)
     expected = [value.square().sum().item() for value in values[:-1]]
@@ -86,15 +88,22 @@ def test_training_leaves_the_averaged_weights(decay: float) -> None:
 @pytest.mark.parametrize(
     ("steps", "warmup", "warm"), [(12, 4, 4), (5, 0, 1), (6, 20, 20), (9, None, 1), (60, None, 6)]
 )
-def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: int | None, warm: int) -> None:
+def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(
+    steps: int, warmup: int | None, warm: int
+) -> None:
     """Adam moves by exactly its rate where the gradient never changes."""
     point = _Point()
     places = [point.place.detach().clone()]
-    settings = recipe(steps=steps, learning_rate=0.01, warmup=warmup, weight_decay=0, max_grad_norm=100)
+    settings = recipe(
+        steps=steps, learning_rate=0.01, warmup=warmup, weight_decay=0, max_grad_norm=100
+    )
     task = _task(point, lambda: point.place.sum())
     fit(task, settings, watchers=[lambda report: places.append(point.place.detach().clone())])
     moved = -torch.stack(places).diff(dim=0)[:, 0]
-    rates = [0.01 * min(1, (n + 1) / warm) * (1 + math.cos(math.pi * n / steps)) / 2 for n in range(steps)]
+    rates = [
+        0.01 * min(1, (n + 1) / warm) * (1 + math.cos(math.pi * n / steps)) / 2
+        for n in range(steps)
+    ]
     torch.testing.assert_close(moved, torch.tensor(rates), rtol=1e-3, atol=1e-6)
     assert [recipe(steps=steps).warmup for steps in (999, 1000, 1300)] == [99, 100, 100]
 
@@ -149,13 +158,17 @@ def test_a_skipped_step_changes_no_weight_moment_or_average(optimizer: str) -> N
     task = Task(network, 100, lambda rows, noise, own: {"rows": rows}, loss)
     rates = {"learning_rate": 0.1, **({"muon_learning_rate": 0.1} if optimizer == "muon" else {})}
     settings = recipe(steps=6, optimizer=optimizer, warmup=0, **rates)
-    seen: list[dict[str, Tensor]] = [{name: p.detach().clone() for name, p in network.named_parameters()}]
+    seen: list[dict[str, Tensor]] = [
+        {name: p.detach().clone() for name, p in network.named_parameters()}
+    ]
 
     def watch(report: StepReport) -> None:
         files = report.state.tensors()
         averages = {f"ema {name}": value.clone() for name, value in files["ema"].items()}
         moments = {name: value.clone() for name, value in files["optimizer"].items()}
-        seen.append({name: value.clone() for name, value in files["weights"].items()} | averages | moments)
+        seen.append(
+            {name: value.clone() for name, value in files["weights"].items()} | averages | moments
+        )
 
     fit(task, settings, watchers=[watch])
     assert any(name.startswith("momentum_buffer") for name in seen[-1]) == (optimizer == "muon")
@@ -176,7 +189,11 @@ def test_the_figures_of_a_step_are_read_once_the_next_one_computes() -> None:
         return point.place.sum()
 
     with pytest.raises(HddmError, match="step 4"):
-        fit(_task(point, loss), recipe(steps=6), watchers=[lambda one: events.append(f"report {one.step}")])
+        fit(
+            _task(point, loss),
+            recipe(steps=6),
+            watchers=[lambda one: events.append(f"report {one.step}")],
+        )
     assert events == ["loss 1", "loss 2", "report 1", "loss 3", "report 2", "loss 4", "report 3"]
 
 
@@ -200,21 +217,28 @@ def test_the_weak_model_is_the_average_of_its_step() -> None:
     values.append(point.place.detach().clone())
     task = replace(_task(point, lambda: point.place.square().sum()), weak_step=7)
     settings = recipe(steps=30, learning_rate=0.1, ema_decay=0.9)
-    fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
+    fitted = fit(
+        task, settings, watchers=[lambda report: values.append(point.place.detach().clone())]
+    )
     torch.testing.assert_close(fitted.state.weak["place"], _average(values[:8], 0.9).bfloat16())
     assert fit(_task(point, lambda: point.place.sum()), settings).state.weak == {}
 
 
 @pytest.mark.parametrize(
-    ("weak_at", "steps", "expected"), [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 0), (0.96, 10, 9), (0, 9, 0)]
+    ("weak_at", "steps", "expected"),
+    [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 0), (0.96, 10, 9), (0, 9, 0)],
 )
-def test_the_weak_model_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
+def test_the_weak_model_is_of_a_step_before_the_last(
+    weak_at: float, steps: int, expected: int
+) -> None:
     settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
     assert resolve(ExpertRecipe, settings).weak_step == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_inputs_are_those_of_their_step_drawn_ahead_or_not_and_end_with_the_last(ahead: int) -> None:
+def test_inputs_are_those_of_their_step_drawn_ahead_or_not_and_end_with_the_last(
+    ahead: int,
+) -> None:
     asked: list[int] = []
 
     def draw(rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
@@ -248,7 +272,12 @@ def test_muon_takes_the_matrices_between_features_and_no_others() -> None:
     found = _of_muon(expert)
     block = {"attn.in_proj_weight", "attn.out_proj.weight", "mlp.0.weight", "mlp.2.weight"}
     block |= {f"cross_{name}" for name in block if name.startswith("attn")}
-    others = {"t_block.1.weight", "time_embed.mlp.0.weight", "time_embed.mlp.2.weight", "text_proj.weight"}
+    others = {
+        "t_block.1.weight",
+        "time_embed.mlp.0.weight",
+        "time_embed.mlp.2.weight",
+        "text_proj.weight",
+    }
     assert found == others | {f"layers.{k}.{name}" for k in range(2) for name in block}
     router = _of_muon(RouterTransformer(num_experts=3, **TINY))
     assert "layers.0.adaLN_modulation.1.weight" in router

@@ -13,10 +13,24 @@ from tests.artefacts import refusal
     ("text", "value"),
     [
         # Where YAML 1.1 has eight, words, booleans, a number of base 60, a date and a number.
-        *(("010", 10), ("1e-3", 0.001), ("no", "no"), ("yes", "yes"), ("On", "On"), ("1:30", "1:30")),
+        *(
+            ("010", 10),
+            ("1e-3", 0.001),
+            ("no", "no"),
+            ("yes", "yes"),
+            ("On", "On"),
+            ("1:30", "1:30"),
+        ),
         *(("2026-01-01", "2026-01-01"), ("1_000", "1_000"), ("0b11", "0b11"), ("=", "=")),
         *(("0o17", 15), ("0x1F", 31), ("-3", -3), ("+.5", 0.5), ("1.", 1.0), ("-.inf", -math.inf)),
-        *(("true", True), ("False", False), ("tRue", "tRue"), ("null", None), ("~", None), ("", None)),
+        *(
+            ("true", True),
+            ("False", False),
+            ("tRue", "tRue"),
+            ("null", None),
+            ("~", None),
+            ("", None),
+        ),
         *(("'010'", "010"), ("!!str 3", "3"), ("!!float 3", 3.0), ("[1, no]", [1, "no"])),
     ],
 )
@@ -51,7 +65,10 @@ _BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a: !!int x", "invalid literal for int() with base 10: 'x'"),
         ("a: !!bool x", "'x'"),
         ("a: !!binary aGk=", "Object of type bytes is not JSON serializable"),
-        ("a: !!python/object:os.system x", "line 1, column 4: could not determine a constructor for the tag"),
+        (
+            "a: !!python/object:os.system x",
+            "line 1, column 4: could not determine a constructor for the tag",
+        ),
         ('a: "\\UFFFFFFFF"', ""),
     ],
     ids=range(15),
@@ -75,7 +92,9 @@ def test_yaml_that_means_harm_is_refused_in_one_line(text: str, message: str) ->
     ],
     ids=range(9),
 )
-def test_json_that_later_code_cannot_take_is_refused_in_one_line(text: str | bytes, message: str) -> None:
+def test_json_that_later_code_cannot_take_is_refused_in_one_line(
+    text: str | bytes, message: str
+) -> None:
     _is_refused(lambda: parse_object(text, "f"), f"cannot be read as JSON ({message}")
 
 
@@ -89,6 +108,8 @@ def _is_refused(read: Any, message: str) -> None:
 
 
 def test_json_keeps_numbers_and_texts_that_can_be_written() -> None:
-    text = '{"a": "\\ud83d\\ude00", "tokens": 1000000000000000019884624838656, "b": [-Infinity, 1.5]}'
+    text = (
+        '{"a": "\\ud83d\\ude00", "tokens": 1000000000000000019884624838656, "b": [-Infinity, 1.5]}'
+    )
     found = parse_json(text, "f")
     assert found == {"a": "😀", "tokens": 1000000000000000019884624838656, "b": [-math.inf, 1.5]}

@@ -90,7 +90,9 @@ def test_a_link_is_neither_written_through_nor_replaced(tmp_path: Path) -> None:
         assert os.readlink(link) == to
 
 
-def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_not(
+    tmp_path: Path,
+) -> None:
     """Process numbers come round again: what has this one's is left by another."""
     aside = tmp_path / f".folder.old-{os.getppid()}"
     aside.mkdir()
@@ -103,13 +105,19 @@ def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_n
         (tmp_path / f".target.part-{number}" / "old").write_bytes(b"half")
     with new_folder(tmp_path / "target", RECORD) as draft:
         (draft / "new").write_bytes(b"whole")
-    assert contents(tmp_path) == {"target/new": b"whole", f".target.part-{os.getppid()}/old": b"half"}
+    assert contents(tmp_path) == {
+        "target/new": b"whole",
+        f".target.part-{os.getppid()}/old": b"half",
+    }
     for left in (f".file.part-{os.getpid()}", f".file.part-{platform.node()}-{gone.pid}"):
         (tmp_path / left).write_text("half")
     elsewhere = tmp_path / f".file.part-elsewhere-{gone.pid}"
     elsewhere.write_text("half")
     write_whole(tmp_path / "file", lambda draft: draft.open("x").close())
-    assert {path.name for path in tmp_path.glob(".file*")} == {f".file.part-{os.getpid()}", elsewhere.name}
+    assert {path.name for path in tmp_path.glob(".file*")} == {
+        f".file.part-{os.getpid()}",
+        elsewhere.name,
+    }
 
 
 def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
@@ -134,7 +142,12 @@ def test_what_is_no_regular_file_is_named_instead_of_waited_for(tmp_path: Path) 
     os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path, tmp_path / "config.json", Path("/dev/zero")):
         cache = HashCache(tmp_path / "cache")
-        for read in (read_json, sha256_of, read_yaml, lambda path, cache=cache: cache.matches(str(path), "")):
+        for read in (
+            read_json,
+            sha256_of,
+            read_yaml,
+            lambda path, cache=cache: cache.matches(str(path), ""),
+        ):
             with pytest.raises(HddmError, match=f"^{path}: is not a regular file"):
                 read(path)
 
@@ -149,7 +162,9 @@ def test_a_file_larger_than_any_json_is_not_read(tmp_path: Path) -> None:
     assert grown_by(read) < 64 * 2**20
 
 
-def test_a_file_is_replaced_once_the_new_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_once_the_new_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, events, inodes = tmp_path / "record.json", [], []
     path.write_text("old")
     fsync = os.fsync
@@ -173,7 +188,10 @@ def test_a_file_is_replaced_once_the_new_is_on_disk(tmp_path: Path, monkeypatch:
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     tensors = {"a": np.zeros(4096, dtype=np.uint8)}
-    for write in (lambda draft: save_file(tensors, draft), lambda draft: draft.write_bytes(bytes(4096))):
+    for write in (
+        lambda draft: save_file(tensors, draft),
+        lambda draft: draft.write_bytes(bytes(4096)),
+    ):
         with largest_file(1000), pytest.raises(HddmError) as refused:
             write_whole(path, write)
         assert str(refused.value).startswith(f"{path}: cannot be written (")
@@ -185,7 +203,9 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
 def test_what_its_writer_made_for_the_owner_alone_is_for_whom_the_folder_is(tmp_path: Path) -> None:
     with new_folder(tmp_path / "out", RECORD) as out:
         (out / "weights").touch(0o600)
-    assert (tmp_path / "out" / "weights").stat().st_mode & 0o777 == (tmp_path / "out").stat().st_mode & 0o666
+    assert (tmp_path / "out" / "weights").stat().st_mode & 0o777 == (
+        tmp_path / "out"
+    ).stat().st_mode & 0o666
 
     def write(draft: Path) -> None:
         draft.write_text("whole")
@@ -214,7 +234,9 @@ def test_a_lock_is_held_in_its_block_alone_and_names_its_holder(tmp_path: Path) 
             holder = path.read_text().strip()
             assert holder.startswith("process ")
             with (
-                pytest.raises(HddmError, match=f"^taken \\({holder}\\); wait for it, or choose another$"),
+                pytest.raises(
+                    HddmError, match=f"^taken \\({holder}\\); wait for it, or choose another$"
+                ),
                 locked(path, "taken"),
             ):
                 pytest.fail("the block must not run")
@@ -234,7 +256,9 @@ def _file(out: Path, number: int, overwrite: bool) -> None:
     write_whole(out, lambda draft: write_json(draft, {"by": number}), overwrite)
 
 
-def _run(write: Callable[..., None], out: Path, number: int, overwrite: bool, start: Barrier) -> None:
+def _run(
+    write: Callable[..., None], out: Path, number: int, overwrite: bool, start: Barrier
+) -> None:
     start.wait()
     try:
         write(out, number, overwrite)
@@ -246,7 +270,9 @@ def _run(write: Callable[..., None], out: Path, number: int, overwrite: bool, st
 
 def _codes(write: Callable[..., None], out: Path, overwrite: bool, num: int = 2) -> list[int]:
     start = FORK.Barrier(num)
-    processes = [FORK.Process(target=_run, args=(write, out, k, overwrite, start)) for k in range(num)]
+    processes = [
+        FORK.Process(target=_run, args=(write, out, k, overwrite, start)) for k in range(num)
+    ]
     for one in processes:
         one.start()
     for one in processes:
@@ -284,14 +310,20 @@ def _folder_of_another(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "slip_in", [_folder_of_another, lambda out: out.write_text("mine"), lambda out: out.symlink_to("nowhere")]
+    "slip_in",
+    [_folder_of_another, lambda out: out.write_text("mine"), lambda out: out.symlink_to("nowhere")],
 )
-def test_what_came_into_being_meanwhile_stays(slip_in: Callable[[Path], None], tmp_path: Path) -> None:
+def test_what_came_into_being_meanwhile_stays(
+    slip_in: Callable[[Path], None], tmp_path: Path
+) -> None:
     for name in ("expected", "out"):
         (tmp_path / name).mkdir()
     slip_in(tmp_path / "expected" / "out")
     out = tmp_path / "out" / "out"
-    with pytest.raises(HddmError, match="made by another process in the meantime"), new_folder(out, RECORD):
+    with (
+        pytest.raises(HddmError, match="made by another process in the meantime"),
+        new_folder(out, RECORD),
+    ):
         slip_in(out)
     assert out.is_symlink() == (tmp_path / "expected" / "out").is_symlink()
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")

@@ -33,7 +33,9 @@ def _change(path: Path, changes: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 def _weights(change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
     def edit(folder: Path) -> None:
-        tensors = {name: change(value.clone()) for name, value in load_file(folder / WEIGHTS).items()}
+        tensors = {
+            name: change(value.clone()) for name, value in load_file(folder / WEIGHTS).items()
+        }
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
     return edit
@@ -117,11 +119,16 @@ OWN_RECORDS = ("ensemble.json", "model_index.json", "scheduler/scheduler_config.
     [
         (_swap_records, [EXPERT_FILE]),
         (_swap_folders, [f"experts/{k}/{MANIFEST}" for k in (0, 1)]),
-        *((lambda folder, name=name: (folder / name).open("a").write("\n"), [name]) for name in OWN_RECORDS),
+        *(
+            (lambda folder, name=name: (folder / name).open("a").write("\n"), [name])
+            for name in OWN_RECORDS
+        ),
     ],
     ids=["swapped records", "swapped folders", *OWN_RECORDS],
 )
-def test_an_ensemble_changed_by_hand_is_refused(spoil: Spoil, changed: list[str], ensemble: Path) -> None:
+def test_an_ensemble_changed_by_hand_is_refused(
+    spoil: Spoil, changed: list[str], ensemble: Path
+) -> None:
     spoil(ensemble)
     with pytest.raises(HddmError, match="differs from its") as caught:
         load(ensemble)
@@ -143,7 +150,9 @@ def test_what_has_no_meaning_may_come_change_and_go(expert: Path) -> None:
     assert verify_expert(expert).accepted
 
 
-@pytest.mark.parametrize(("kind", "remedy"), [("expert", "convert or train"), ("router", "train the router")])
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("expert", "convert or train"), ("router", "train the router")]
+)
 def test_formats_before_1_5_are_refused_in_one_line(
     kind: str, remedy: str, trio: Trio, tmp_path: Path
 ) -> None:
@@ -153,7 +162,9 @@ def test_formats_before_1_5_are_refused_in_one_line(
     assert message.startswith(f"{old / kind}.json: format 1.4 is no longer read; {remedy}")
 
 
-def test_calibrating_writes_the_manifest_anew_alone(trio: Trio, expert: Path, tmp_path: Path) -> None:
+def test_calibrating_writes_the_manifest_anew_alone(
+    trio: Trio, expert: Path, tmp_path: Path
+) -> None:
     ensemble = tmp_path / "ensemble"
     assemble([expert], ensemble)
     (tmp_path / MANIFEST).write_text('{"name": "a page"}')
@@ -189,7 +200,9 @@ def test_names_that_lead_out_of_the_folder_are_refused(expert: Path) -> None:
     assert "points outside" in refusal(load, expert)
 
 
-def test_a_spoilt_training_is_not_taken_for_finished(shards: Path, tmp_path: Path, hddm: Command) -> None:
+def test_a_spoilt_training_is_not_taken_for_finished(
+    shards: Path, tmp_path: Path, hddm: Command
+) -> None:
     out = tmp_path / "expert"
     options = ["--objective", "flow", "--steps", "2", "--size", "tiny"]
     train = ("train", "expert", shards / "shard_0", "--out", out, *options)

@@ -18,7 +18,16 @@ REPOSITORY = Path(__file__).parents[2]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Files of a freshly built wheel."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, REPOSITORY]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        folder,
+        REPOSITORY,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (path,) = folder.iterdir()
     with zipfile.ZipFile(path) as archive:
@@ -33,11 +42,15 @@ def test_it_holds_every_tracked_file_of_the_packages_and_no_other(wheel: dict[st
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {name: content for name, content in wheel.items() if ".dist-info/" not in name} == expected
+    assert {
+        name: content for name, content in wheel.items() if ".dist-info/" not in name
+    } == expected
 
 
 @pytest.mark.slow
-def test_converting_loading_and_sampling_need_no_extra(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_converting_loading_and_sampling_need_no_extra(
+    images: Path, shards: Path, tmp_path: Path
+) -> None:
     source, expert = pipeline(tmp_path / "source", plain_unet()), tmp_path / "expert"
     short = ["--objective", "flow", "--size", "tiny", "--steps", 1]
     done = [
@@ -65,7 +78,9 @@ def test_converting_loading_and_sampling_need_no_extra(images: Path, shards: Pat
 
 def test_it_installs_one_command_and_names_its_licence(wheel: dict[str, bytes]) -> None:
     def file(suffix: str) -> bytes:
-        (content,) = (content for name, content in wheel.items() if name.endswith(f".dist-info/{suffix}"))
+        (content,) = (
+            content for name, content in wheel.items() if name.endswith(f".dist-info/{suffix}")
+        )
         return content
 
     assert file("entry_points.txt").split() == b"[console_scripts] hddm = hddm_cli.app:app".split()
@@ -82,7 +97,13 @@ def _imported(code: str) -> set[str]:
 
 
 def test_importing_hddm_or_reading_a_record_imports_nothing_heavy() -> None:
-    light = ["hddm", "hddm.utils.records", "hddm.utils.files", "hddm.data.shard_records", "hddm.data.check"]
+    light = [
+        "hddm",
+        "hddm.utils.records",
+        "hddm.utils.files",
+        "hddm.data.shard_records",
+        "hddm.data.check",
+    ]
     assert not _imported(f"import {', '.join(light)}") & HEAVY
 
 
@@ -90,7 +111,9 @@ def test_importing_hddm_or_reading_a_record_imports_nothing_heavy() -> None:
 def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     """The class that a folder names is imported when the folder is opened."""
     # A function stays what it is when its module has been imported.
-    imported = _imported("import hddm.experts.loading; assert callable(hddm.load) and callable(hddm.sample)")
+    imported = _imported(
+        "import hddm.experts.loading; assert callable(hddm.load) and callable(hddm.sample)"
+    )
     assert "hddm.networks.wrappers" in imported
     networks = {f"diffusers.models.{name}" for name in ("transformers", "unets", "autoencoders")}
     assert not imported & (networks | {"diffusers.pipelines", "hddm.checkpoints"})

@@ -50,7 +50,9 @@ def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
         name: f"torch.{name}" for name in dtypes
     }
     assert all(one.float().tolist() == [0, 1] for one in read["model"].values())
-    assert torch.equal(read["opt"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        read["opt"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
     whole, again, part, empty = read["tied"]
     assert torch.equal(whole, values)
     assert whole.data_ptr() == again.data_ptr()
@@ -76,10 +78,15 @@ def test_a_torch_with_known_holes_is_refused(
 ) -> None:
     path = save({"a": torch.ones(2)}, tmp_path / "a.pt")
     monkeypatch.setattr(torch, "__version__", version)
-    assert f"needs torch>=2.10, whose unpickler has no known holes, and this is {version}" in _refusal(path)
+    assert (
+        f"needs torch>=2.10, whose unpickler has no known holes, and this is {version}"
+        in _refusal(path)
+    )
 
 
-def test_what_is_no_archive_or_has_a_wrong_name_is_refused_without_loading_it(tmp_path: Path) -> None:
+def test_what_is_no_archive_or_has_a_wrong_name_is_refused_without_loading_it(
+    tmp_path: Path,
+) -> None:
     assert "rename it to .pt" in _refusal(save({"a": torch.ones(2)}, tmp_path / "a.safetensors"))
     sentinel, path = tmp_path / "ran", tmp_path / "a.pkl"
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
@@ -113,7 +120,10 @@ def _program(path: Path) -> Path:
 
 def _flipped(path: Path) -> Path:
     """One bit of a tensor is another."""
-    content, values = save({"a": torch.ones(1000)}, path).read_bytes(), torch.ones(1000).numpy().tobytes()
+    content, values = (
+        save({"a": torch.ones(1000)}, path).read_bytes(),
+        torch.ones(1000).numpy().tobytes(),
+    )
     assert content.count(values) == 1
     path.write_bytes(content.replace(values, values[:-1] + b"\x3e"))
     return path
@@ -123,7 +133,9 @@ def _of_larger_storage(path: Path) -> Path:
     """Its storage and tensor are to have 8 GB."""
     with zipfile.ZipFile(save({"a": torch.ones(2)}, path)) as archive:
         code = archive.read("a/data.pkl")
-    code = code.replace(b"K\x02tq", b"J\xff\xff\xff\x7ftq").replace(b"K\x02\x85", b"J\xff\xff\xff\x7f\x85")
+    code = code.replace(b"K\x02tq", b"J\xff\xff\xff\x7ftq").replace(
+        b"K\x02\x85", b"J\xff\xff\xff\x7f\x85"
+    )
     return zipped(path, code, b"12345678")
 
 
@@ -135,7 +147,10 @@ HOSTILE: Mapping[str, tuple[Callable[[Path], Path], str]] = {
     "torch.load": (_pickled({"b": Calls(torch.load, ("ran",))}), "torch.serialization.load"),
     "bytearray": (_pickled({"b": Calls(bytearray, (10**10,))}), "MemoryError"),
     "a tensor of sizes": (_pickled({"b": Calls(torch.Tensor, (10**10,))}), "can't allocate memory"),
-    "protocol 4": (_coded(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x09touch ran\x85R."), "operand 140"),
+    "protocol 4": (
+        _coded(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x09touch ran\x85R."),
+        "operand 140",
+    ),
     "protocol 0": (_coded(b"(S'touch ran'\niposix\nsystem\n."), "Unsupported operand 83"),
     "no storage": (_coded(b"\x80\x02X\x03\x00\x00\x00abcQ."), "persistent_load id"),
     "a call of a class": (
@@ -152,7 +167,10 @@ HOSTILE: Mapping[str, tuple[Callable[[Path], Path], str]] = {
         "'ema.bomb' of shape (268435456,) is 1073741824 bytes made of 4",
     ),
     "a sparse tensor": (_pickled({"a": torch.eye(3).to_sparse()}), "'a' is sparse"),
-    "deep lists": (_coded(b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"s."), "too deep"),
+    "deep lists": (
+        _coded(b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"s."),
+        "too deep",
+    ),
     "a circle": (_coded(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."), "too deep"),
     "compressed": (_compressed, "record 'a/data.pkl' is compressed"),
     "a program": (_program, "TorchScript"),

@@ -194,7 +194,9 @@ def test_the_first_line_of_a_command_says_which_library_it_loads(
     ]
 
 
-def test_short_work_has_no_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_has_no_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [100.0]
     monkeypatch.setattr(progress, "_SHORT", 5.0)
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
@@ -252,7 +254,9 @@ def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.Monkey
     ]
 
 
-def test_a_worker_leaves_progress_to_the_process_that_started_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_leaves_progress_to_the_process_that_started_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     heard: list[float] = []
     with progress.heard(heard.append):
         with progress.Progress(10, "features") as advance:
@@ -275,7 +279,9 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_bar_counts_from_where_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_bar_counts_from_where_the_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "120")
@@ -299,7 +305,10 @@ ODD = [1000.0, *[3.0] * 49, math.inf, *[1.0] * 1899, *[0.5] * 49, math.nan]
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        (ODD, "trained for 2000 steps, loss 12.0808 → 0.7525 (means of the first and the last 100 steps)"),
+        (
+            ODD,
+            "trained for 2000 steps, loss 12.0808 → 0.7525 (means of the first and the last 100 steps)",
+        ),
         ([*[9.0] * 97, math.inf, 8.0], "trained for 99 steps, loss 8.9898 (mean of all steps)"),
     ],
     ids=["many", "few"],

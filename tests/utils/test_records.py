@@ -36,7 +36,9 @@ NO_VERSION = "has no format version; was it written by hddm?"
 def test_a_format_of_a_known_major_is_read(version: str, tmp_path: Path) -> None:
     path = tmp_path / "thing.json"
     path.write_text(json.dumps(GOOD | {"format": version}))
-    assert read_record(path, Thing, KNOWN) == Thing(format=version, steps=3, parts=(Part(colour="red"),))
+    assert read_record(path, Thing, KNOWN) == Thing(
+        format=version, steps=3, parts=(Part(colour="red"),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,10 @@ def test_a_format_of_a_known_major_is_read(version: str, tmp_path: Path) -> None
         (GOOD | {"parts": [{"colour": "red", "s": 1}]}, "unknown key 'parts.0.s'"),
         ({"format": KNOWN}, "key 'steps': is required"),
         (GOOD | {"steps": "many"}, "key 'steps' (is 'many'): must be a whole number"),
-        ({"format": "3.0", "something_new": 1}, "format 3.0 is newer than 2.3; upgrade hddm-diffusion"),
+        (
+            {"format": "3.0", "something_new": 1},
+            "format 3.0 is newer than 2.3; upgrade hddm-diffusion",
+        ),
         *((GOOD | {"format": one}, NO_VERSION) for one in (None, "two", "-1.0")),
     ],
     ids=str,
@@ -71,7 +76,9 @@ def test_an_odd_record_is_refused_by_file_and_key(
         ("a\nb", ["c\x1b[2J", "d\ne\u202e"], "a\\nb\n  c\\x1b[2J\n  d\\ne\\u202e"),
     ],
 )
-def test_an_error_is_the_same_out_of_another_process(message: str, details: list[str], text: str) -> None:
+def test_an_error_is_the_same_out_of_another_process(
+    message: str, details: list[str], text: str
+) -> None:
     error = HddmError(message, details)
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, HddmError)

@@ -44,19 +44,27 @@ def test_samples_have_the_streams_that_they_always_had(name: str, seed: int) -> 
         own = torch.Generator().manual_seed(int(state))
         match name:
             case "initial":
-                found, expected = Seeded(seed).initial([i], (2, 3))[0], torch.randn(2, 3, generator=own)
+                found, expected = (
+                    Seeded(seed).initial([i], (2, 3))[0],
+                    torch.randn(2, 3, generator=own),
+                )
             case "draws":
                 found = Seeded(seed).draws([i])[0]
                 expected = torch.rand((), generator=own, dtype=torch.float64)
             case _:
-                found, expected = Seeded(seed).fresh([i], (2, 3))()[0], torch.randn(2, 3, generator=own)
+                found, expected = (
+                    Seeded(seed).fresh([i], (2, 3))()[0],
+                    torch.randn(2, 3, generator=own),
+                )
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("wrong", [-1, NUMBERS])
 def test_numbers_outside_the_table_are_refused_in_one_line(wrong: int) -> None:
     for name in ("seed", "index", "part"):
-        with pytest.raises(HddmError, match=f"{name} {wrong}: must be a whole number from 0 to 4294967295"):
+        with pytest.raises(
+            HddmError, match=f"{name} {wrong}: must be a whole number from 0 to 4294967295"
+        ):
             generator(**{"seed": 0, "use": Use.WEIGHTS, name: wrong})
     with pytest.raises(HddmError):
         Seeded(wrong)

@@ -20,7 +20,14 @@ from tests.hostile import Calls, address_space, attempts, grown_by, save, zipped
 from tests.mutations import spoil
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
 MIB = 2**20
@@ -55,7 +62,9 @@ def test_what_is_written_is_read_in_every_dtype(tmp_path: Path) -> None:
     _assert_same(load_file(path), expected)
     _assert_same(read_safetensors(path), expected)
     infos, metadata = read_header(path)
-    assert infos == {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in expected.items()}
+    assert infos == {
+        name: TensorInfo(tuple(value.shape), value.dtype) for name, value in expected.items()
+    }
     assert metadata == {"format": "pt"}
 
 
@@ -65,7 +74,9 @@ def test_every_tensor_is_aligned_for_its_dtype(tmp_path: Path) -> None:
     length = int.from_bytes(path.read_bytes()[:8], "little")
     header = json.loads(path.read_bytes()[8 : 8 + length])
     assert length % 8 == 0
-    assert all(header[n]["data_offsets"][0] % value.itemsize == 0 for n, value in _tensors().items())
+    assert all(
+        header[n]["data_offsets"][0] % value.itemsize == 0 for n, value in _tensors().items()
+    )
     write_safetensors(tmp_path / "empty", [])
     assert read_safetensors(tmp_path / "empty") == {}
 
@@ -80,10 +91,14 @@ def test_a_read_file_is_mapped_and_changes_to_its_tensors_stay_out_of_it(tmp_pat
 
 def test_writing_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     def plan(index: int) -> Planned:
-        return Planned(f"t{index}", (8 * MIB,), torch.float32, lambda: torch.full((8 * MIB,), float(index)))
+        return Planned(
+            f"t{index}", (8 * MIB,), torch.float32, lambda: torch.full((8 * MIB,), float(index))
+        )
 
     path = tmp_path / "a.safetensors"
-    grown = grown_by(lambda: write_safetensors(path, [plan(index) for index in range(6)], check_finite=True))
+    grown = grown_by(
+        lambda: write_safetensors(path, [plan(index) for index in range(6)], check_finite=True)
+    )
     assert grown < 72 * MIB
     assert path.stat().st_size > 192 * MIB
     read = read_safetensors(path)
@@ -123,7 +138,9 @@ def test_shards_are_read_as_one(ending: str, tmp_path: Path) -> None:
     names = [f"model-0000{index}-of-00002.{ending}" for index in (1, 2)]
     shards = [{"a": torch.ones(2), "b": torch.zeros(3).half()}, {"c": torch.arange(4)}]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, tmp_path / name) if ending == "safetensors" else torch.save(shard, tmp_path / name)
+        save_file(shard, tmp_path / name) if ending == "safetensors" else torch.save(
+            shard, tmp_path / name
+        )
     path = _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
     _assert_same(read_index(path, allow_pickle=ending == "bin")[0], shards[0] | shards[1])
     if ending == "bin":
@@ -173,7 +190,9 @@ def _entry(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]
 def _file(folder: Path, header: object, data: int = 0, length: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = folder / "a.safetensors"
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data))
+    path.write_bytes(
+        (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+    )
     return path
 
 
@@ -195,7 +214,9 @@ GOOD = {"a": _entry("F32", [1], 0, 4)}
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_header_is_refused(header: object, data: int, length: int | None, tmp_path: Path) -> None:
+def test_a_wrong_header_is_refused(
+    header: object, data: int, length: int | None, tmp_path: Path
+) -> None:
     path = _file(tmp_path, header, data, length)
     assert grown_by(lambda: refusal(read_safetensors, path)) < 16 * MIB
     assert str(path) in refusal(read_safetensors, path)
@@ -220,7 +241,9 @@ def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pickle_renamed_safetensors_is_refused_and_not_run(tmp_path: Path) -> None:
-    path = save({"a": Calls(os.system, (f"touch {tmp_path / 'ran'}",))}, tmp_path / "model.safetensors")
+    path = save(
+        {"a": Calls(os.system, (f"touch {tmp_path / 'ran'}",))}, tmp_path / "model.safetensors"
+    )
     assert "cannot be read as safetensors (it is a pickle" in refusal(read_safetensors, path)
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"a": path.name}}))
     assert "allow_pickle=True" in refusal(read_index, tmp_path / "x.index.json")
@@ -254,7 +277,10 @@ def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> 
     weight_map = {"a": "absent.safetensors", "b": name}
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
     said = refusal(read_index, tmp_path / "x.index.json")
-    assert "points outside the folder" in said or f"'b' to {name!r}, which is not a plain file name" in said
+    assert (
+        "points outside the folder" in said
+        or f"'b' to {name!r}, which is not a plain file name" in said
+    )
 
 
 def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_path: Path) -> None:
@@ -264,9 +290,13 @@ def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_pa
     (folder / "file").symlink_to("../../../secret")
     (folder / "above").symlink_to("../../..")
     (folder / "circle").symlink_to("circle")
-    assert f"is a link to {tmp_path / 'secret'}, outside the folder" in refusal(inside, folder, "file")
+    assert f"is a link to {tmp_path / 'secret'}, outside the folder" in refusal(
+        inside, folder, "file"
+    )
     assert "outside the folder" in refusal(inside, folder, "above/secret")
-    assert "outside the folder" in refusal(inside, tmp_path / "models--org--name", "snapshots/0123abc/file")
+    assert "outside the folder" in refusal(
+        inside, tmp_path / "models--org--name", "snapshots/0123abc/file"
+    )
     assert "circle" in refusal(lambda: file_kind(inside(folder, "circle")))
 
 
@@ -305,7 +335,9 @@ def test_values_that_are_not_finite_are_refused_by_key_and_origin(tmp_path: Path
         torch.tensor([float("nan")]).to(torch.float8_e4m3fn),
         torch.tensor([complex(0, float("inf"))]),
     ):
-        plan = Planned("weight", tuple(values.shape), values.dtype, lambda values=values: values, "a.pt")
+        plan = Planned(
+            "weight", tuple(values.shape), values.dtype, lambda values=values: values, "a.pt"
+        )
         message = refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
         assert message == "a.pt: 'weight' holds NaN or Inf; get the weights again"
         assert not (tmp_path / "a").exists()
@@ -314,12 +346,16 @@ def test_values_that_are_not_finite_are_refused_by_key_and_origin(tmp_path: Path
 def test_a_tensor_unlike_its_plan_leaves_no_file(tmp_path: Path) -> None:
     for value in (torch.ones(3), torch.ones(2).half()):
         plan = Planned("a", (2,), torch.float32, lambda value=value: value)
-        assert "not (2,) in torch.float32 as planned" in refusal(write_safetensors, tmp_path / "x", [plan])
+        assert "not (2,) in torch.float32 as planned" in refusal(
+            write_safetensors, tmp_path / "x", [plan]
+        )
     assert not (tmp_path / "x").exists()
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     plan = Planned("a", (MIB,), torch.float32, lambda: torch.ones(MIB))
     with largest_file(MIB):
-        assert f"{tmp_path / 'x'}: cannot be written" in refusal(write_safetensors, tmp_path / "x", [plan])
+        assert f"{tmp_path / 'x'}: cannot be written" in refusal(
+            write_safetensors, tmp_path / "x", [plan]
+        )
     assert not (tmp_path / "x").exists()

@@ -49,7 +49,9 @@ def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
 
 
 @pytest.mark.integration
-def test_an_error_comes_back_as_it_is_and_stops_what_did_not_start(workers: Workers, tmp_path: Path) -> None:
+def test_an_error_comes_back_as_it_is_and_stops_what_did_not_start(
+    workers: Workers, tmp_path: Path
+) -> None:
     later = [Call(chores.touch, {"path": tmp_path / str(n)}, "a call") for n in range(20)]
     with pytest.raises(HddmError, match=r"^a file is missing: add it$"):
         workers.run([Call(chores.refuse, {}, "a call"), *later])
@@ -72,14 +74,22 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
 @pytest.mark.integration
 def test_a_worker_that_dies_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:
     with (
-        pytest.raises(HddmError, match=r"^a call: its process ended with exit code 3 \(no more room\)$"),
+        pytest.raises(
+            HddmError, match=r"^a call: its process ended with exit code 3 \(no more room\)$"
+        ),
         Workers(2) as pool,
     ):
         pool.run(
-            [Call(chores.square, {"value": 1, "seconds": 60}, "a call"), Call(chores.give_up, {}, "a call")]
+            [
+                Call(chores.square, {"value": 1, "seconds": 60}, "a call"),
+                Call(chores.give_up, {}, "a call"),
+            ]
         )
     assert capfd.readouterr().err.count("where it was\nno more room\n") == 1
-    with pytest.raises(HddmError, match="was killed by SIGKILL, probably because memory"), Workers(1) as pool:
+    with (
+        pytest.raises(HddmError, match="was killed by SIGKILL, probably because memory"),
+        Workers(1) as pool,
+    ):
         pool.run([Call(chores.die, {}, "a call")])
 
 
@@ -101,7 +111,9 @@ def test_a_call_that_fails_is_started_again_and_quoted(
 
 
 @pytest.mark.integration
-def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(tmp_path: Path) -> None:
+def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(Interrupted, match="SIGTERM"), Workers(1, retries=3) as pool:
         pool.run([Call(chores.die_with_all, {"path": tmp_path / "starts"}, "a call")])
     assert (tmp_path / "starts").read_text() == "."
@@ -116,7 +128,15 @@ def test_a_signal_to_a_verb_leaves_nothing_half_written(
     if (child := os.fork()) == 0:
         sys.addaudithook(killing("os.link", "", number))
         with (tmp_path / "log").open("w") as sys.stderr:
-            sys.argv = ["hddm", "partition", str(images), "--shards", "2", "--out", str(tmp_path / "out")]
+            sys.argv = [
+                "hddm",
+                "partition",
+                str(images),
+                "--shards",
+                "2",
+                "--out",
+                str(tmp_path / "out"),
+            ]
             try:
                 app()
             except SystemExit as ended:

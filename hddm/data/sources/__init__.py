@@ -68,7 +68,9 @@ def open_source(
             return open_archives(path, kinds[suffix], columns)
     read = ", ".join(sorted(SUFFIXES))
     if found.others:
-        left = ", ".join(f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9))
+        left = ", ".join(
+            f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9)
+        )
         log.warning("%s: left out %s; only %s are read as images", path, left, read)
     if other := [name for name in found.tables if name != METADATA]:
         raise HddmError(
@@ -127,9 +129,14 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         while line := file.readline(LARGEST_LINE + 1):
             number += 1
             if len(line) > LARGEST_LINE:
-                raise HddmError(f"{path}: line {number} has more than {LARGEST_LINE} bytes; shorten it")
+                raise HddmError(
+                    f"{path}: line {number} has more than {LARGEST_LINE} bytes; shorten it"
+                )
             if line.strip():
-                yield number, parse_object(line.removeprefix(codecs.BOM_UTF8), f"{path}: line {number}")
+                yield (
+                    number,
+                    parse_object(line.removeprefix(codecs.BOM_UTF8), f"{path}: line {number}"),
+                )
 
 
 def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> ImageSource:
@@ -142,7 +149,9 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
         return sources[0]
     known = sorted({name for source in sources for name in source.classes})
     if unknown := sorted(set(classes) - set(known)):
-        raise HddmError(f"{sources[0].root}: has no class {unknown[0]}; it has {', '.join(known) or 'none'}")
+        raise HddmError(
+            f"{sources[0].root}: has no class {unknown[0]}; it has {', '.join(known) or 'none'}"
+        )
     kept = tuple(sorted(classes) if classes else known)
     number = {name: k for k, name in enumerate(kept)}
     root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
@@ -151,10 +160,16 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
         rows = [(source, i) for source, i in rows if source.class_of(i) in number]
     labels = [number[name] for source, i in rows if (name := source.class_of(i)) is not None]
     captions = [source.captions[i] for source, i in rows if source.captions is not None]
-    has_labels, has_captions = len(labels) == len(rows), bool(captions) and len(captions) == len(rows)
+    has_labels, has_captions = (
+        len(labels) == len(rows),
+        bool(captions) and len(captions) == len(rows),
+    )
     return ImageSource(
         root,
-        [(source.root.absolute() / source.files[i]).relative_to(root).as_posix() for source, i in rows],
+        [
+            (source.root.absolute() / source.files[i]).relative_to(root).as_posix()
+            for source, i in rows
+        ],
         kept if has_labels else (),
         labels if has_labels else None,
         captions if has_captions else None,

@@ -71,7 +71,9 @@ def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSou
     for archive in archives:
         prefix = f"{archive.removesuffix(TAR)}/" if archive else ""
         for name, member, values in _samples(root / archive):
-            read = partial(_read, root / archive, member.offset_data, member.size, root / prefix / name)
+            read = partial(
+                _read, root / archive, member.offset_data, member.size, root / prefix / name
+            )
             # Other values of JSON objects would fill the memory.
             images[prefix + name] = (
                 SourceImage(read, member.size),
@@ -102,7 +104,9 @@ def _samples(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, dict[str, objec
         ) from error
 
 
-def _members(archive: tarfile.TarFile, path: Path) -> dict[str, dict[str, tuple[str, tarfile.TarInfo]]]:
+def _members(
+    archive: tarfile.TarFile, path: Path
+) -> dict[str, dict[str, tuple[str, tarfile.TarInfo]]]:
     """Names and places of images and texts, by sample and suffix."""
     samples: dict[str, dict[str, tuple[str, tarfile.TarInfo]]] = {}
     while (member := archive.next()) is not None:
@@ -111,7 +115,9 @@ def _members(archive: tarfile.TarFile, path: Path) -> dict[str, dict[str, tuple[
             continue
         is_regular = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None
         if not is_regular or member.size < 0:
-            raise HddmError(f"{path}: {name} is not a regular file (a link, a device or sparse); remove it")
+            raise HddmError(
+                f"{path}: {name} is not a regular file (a link, a device or sparse); remove it"
+            )
         match = _KEY.fullmatch(name)
         suffix = match[2].lower() if match else ""
         if match and (suffix in _TEXTS or f".{suffix}" in SUFFIXES):
@@ -127,7 +133,9 @@ def _members(archive: tarfile.TarFile, path: Path) -> dict[str, dict[str, tuple[
     return samples
 
 
-def _values(archive: tarfile.TarFile, suffix: str, member: tarfile.TarInfo, origin: str) -> dict[str, Any]:
+def _values(
+    archive: tarfile.TarFile, suffix: str, member: tarfile.TarInfo, origin: str
+) -> dict[str, Any]:
     """Values by column of a text beside an image."""
     if member.size > LARGEST_TEXT:
         raise HddmError(f"{origin} has {member.size} bytes, more than {LARGEST_TEXT}; shorten it")
@@ -139,7 +147,9 @@ def _values(archive: tarfile.TarFile, suffix: str, member: tarfile.TarInfo, orig
             return {suffix: text.strip() if suffix == "txt" else int(text)}
     except ValueError as error:
         kind = {"txt": "UTF-8 text", "cls": "a class number", "json": "JSON"}[suffix]
-        raise HddmError(f"{origin} cannot be read as {kind} ({one_line(error)}); write it again") from error
+        raise HddmError(
+            f"{origin} cannot be read as {kind} ({one_line(error)}); write it again"
+        ) from error
     return {key: value for key, value in parse_object(text, origin).items() if key not in _TEXTS}
 
 
@@ -179,7 +189,9 @@ def image_fields(kind: Any) -> set[str]:
     """``{"bytes"}`` or ``{"bytes", "path"}`` for an arrow type of encoded images, else an empty set."""
     import pyarrow as pa
 
-    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {"bytes": kind}
+    fields = (
+        {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {"bytes": kind}
+    )
     content = fields.get("bytes", pa.null())
     if pa.types.is_binary(content) or pa.types.is_large_binary(content):
         return {"bytes", "path"} & fields.keys()
@@ -189,7 +201,9 @@ def image_fields(kind: Any) -> set[str]:
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
     """Columns as ``datasets`` declares them, empty for files of other writers."""
     try:
-        features = parse_json((schema.metadata or {})[b"huggingface"], "its features")["info"]["features"]
+        features = parse_json((schema.metadata or {})[b"huggingface"], "its features")["info"][
+            "features"
+        ]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (AttributeError, KeyError, TypeError, HddmError):
         return {}
@@ -253,7 +267,9 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
     splits = {PurePosixPath(name).name.split("-")[0].removesuffix(PARQUET) for name in names}
     if len(splits & {"train", "test", "validation"}) > 1:
         known = ", ".join(sorted(splits))
-        raise HddmError(f"{root}: holds the splits {known}; name one file, or a folder of one split")
+        raise HddmError(
+            f"{root}: holds the splits {known}; name one file, or a folder of one split"
+        )
     files: list[str] = []
     images: list[SourceImage] = []
     labels: list[object] = []
@@ -270,9 +286,15 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
                     f"{path}: has other columns or classes than {root / names[0]}; name one of them, or a "
                     "folder of one dataset"
                 )
-            facts = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-            if (largest := max((one.total_byte_size for one in facts), default=0)) > LARGEST_ROW_GROUP:
-                raise HddmError(f"{path}: a row group has {largest} bytes; write the file with smaller ones")
+            facts = [
+                file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)
+            ]
+            if (
+                largest := max((one.total_byte_size for one in facts), default=0)
+            ) > LARGEST_ROW_GROUP:
+                raise HddmError(
+                    f"{path}: a row group has {largest} bytes; write the file with smaller ones"
+                )
             has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
             read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
             table = file.read(columns=[one for one in read if one])
@@ -285,7 +307,9 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
         own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
         places = [(group, row) for group, one in enumerate(facts) for row in range(one.num_rows)]
         images += [
-            SourceImage(partial(held.read, path, group, row, root / one), facts[group].total_byte_size)
+            SourceImage(
+                partial(held.read, path, group, row, root / one), facts[group].total_byte_size
+            )
             for (group, row), one in zip(places, own, strict=True)
         ]
         files += own

@@ -92,7 +92,9 @@ def find_files(root: Path) -> Found:
                 kinds[suffix].append(safe_name(path.relative_to(root).as_posix(), root))
             if path.stem == "metadata" and suffix in (".jsonl", ".csv"):
                 found.tables.append(path.relative_to(root).as_posix())
-            elif suffix not in (*kinds, ".json") and not re.search(r"(^|/)\.", f"{path.relative_to(root)}"):
+            elif suffix not in (*kinds, ".json") and not re.search(
+                r"(^|/)\.", f"{path.relative_to(root)}"
+            ):
                 found.others.append(suffix or name)
     for names in (found.images, found.tars, found.parquets, found.tables):
         names.sort()
@@ -139,7 +141,9 @@ def described(
     columns = set().union(*rows)
     caption = choose_column(columns, requested.caption, captions, "`caption_column`", origin)
     label = choose_column(columns, requested.label, labels, "`label_column`", origin)
-    numbers, classes = as_labels([row.get(label) for row in rows], files, origin) if label else (None, ())
+    numbers, classes = (
+        as_labels([row.get(label) for row in rows], files, origin) if label else (None, ())
+    )
     texts = as_captions([row.get(caption) for row in rows], files, origin) if caption else None
     return ImageSource(root, files, classes, numbers, texts, [images[name][0] for name in files])
 
@@ -155,7 +159,9 @@ def choose_column(
         if requested not in columns:
             known = ", ".join(sorted(columns)) or "none"
             hint = did_you_mean(requested, columns)
-            raise HddmError(f"{option} {requested}: {origin} has no such column (has {known}){hint}")
+            raise HddmError(
+                f"{option} {requested}: {origin} has no such column (has {known}){hint}"
+            )
         return requested
     found = [name for name in usual if name in columns]
     if len(found) > 1:
@@ -184,7 +190,11 @@ def as_labels(
     """
     are_texts = bool(values) and isinstance(values[0], str)
     for value, name in zip(values, names, strict=True):
-        if not (isinstance(value, str) if are_texts else type(value) is int and 0 <= value <= LARGEST_LABEL):
+        if not (
+            isinstance(value, str)
+            if are_texts
+            else type(value) is int and 0 <= value <= LARGEST_LABEL
+        ):
             wanted = "a text" if are_texts else f"a number from 0 to {LARGEST_LABEL}"
             problem = f"{name} has label {_short(value)}; give each image {wanted}, or none a label"
             raise HddmError(f"{origin}: {problem}")

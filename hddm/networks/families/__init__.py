@@ -55,11 +55,15 @@ def _loaded(entry: EntryPoint) -> Family:
             f"{_place(entry)}: cannot be loaded ({reason}); repair or uninstall the package"
         ) from error
     if not isinstance(family, Family):
-        raise HddmError(f"{_place(entry)}: names no object of the class hddm.networks.families.family.Family")
+        raise HddmError(
+            f"{_place(entry)}: names no object of the class hddm.networks.families.family.Family"
+        )
     name = getattr(family, "name", None)
     kind = getattr(getattr(family, "network", None), "__name__", None)
     if name is None or name != kind:
-        raise HddmError(f"{_place(entry)}: the family is called {name}, and the class of its network {kind}")
+        raise HddmError(
+            f"{_place(entry)}: the family is called {name}, and the class of its network {kind}"
+        )
     return family
 
 
@@ -107,4 +111,6 @@ def sample_settings() -> frozenset[str]:
 
 def pipelines() -> Mapping[str, Pipeline]:
     """Pipelines around the networks of all families, by class."""
-    return {pipeline.name: pipeline for family in families().values() for pipeline in family.pipelines}
+    return {
+        pipeline.name: pipeline for family in families().values() for pipeline in family.pipelines
+    }

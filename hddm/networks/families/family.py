@@ -199,7 +199,9 @@ class Family:
 
     def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         """Full output of the network for states ``x`` (batch, C, H, W), a variance half included."""
-        given: dict[str, Any] = {name: one for name, one in conditions.items() if name not in self.nested}
+        given: dict[str, Any] = {
+            name: one for name, one in conditions.items() if name not in self.nested
+        }
         if nested := {name: one for name, one in conditions.items() if name in self.nested}:
             given["added_cond_kwargs"] = nested
         result: Tensor = model(x, timestep=timestep, return_dict=False, **given)[0]
@@ -220,7 +222,9 @@ class Family:
         height, width = size
         return min(height, ENOUGH), min(width, ENOUGH)
 
-    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+    def example(
+        self, name: str, config: Config, num_classes: int | None, noise: Generator
+    ) -> Tensor:
         """One row of the condition ``name``, of fixed or random numbers in the shape that it takes."""
         match name:
             case condition_names.LABELS:
@@ -231,7 +235,9 @@ class Family:
                 return torch.randn(1, config["pooled_projection_dim"], generator=noise)
         raise HddmError(f"{self.name} has no example of the condition {name}")
 
-    def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    def defaults(
+        self, names: Sequence[str], sample_shape: tuple[int, int, int]
+    ) -> dict[str, Tensor]:
         """Conditions, without batch, that no prompt provides: by the size, or the pipeline's default."""
         return {}
 
@@ -239,7 +245,9 @@ class Family:
         """Values of conditions, without batch, that belong to an empty prompt whose tokens are zeros."""
         return {}
 
-    def pipeline(self, arguments: Config, text_encoder: TextEncoderRecord | None = None) -> Pipeline:
+    def pipeline(
+        self, arguments: Config, text_encoder: TextEncoderRecord | None = None
+    ) -> Pipeline:
         """The pipeline that a network with these arguments, trained with this text encoder, is written into.
 
         Raises `HddmError` where there is none.
@@ -258,7 +266,9 @@ class Family:
             raise Unstated(f"the config of {self.name}", text, "sample_size")
         sides = (size, size) if isinstance(size, int) else size
         is_pair = isinstance(sides, Sequence) and len(sides) == 2
-        if not is_pair or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides):
+        if not is_pair or not all(
+            isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides
+        ):
             text = f"it is a side, or a pair of sides, of 1 to {LARGEST_SIDE}; pass `sample_size`"
             raise HddmError(f"the config of {self.name} has sample_size {str(size)[:40]}: {text}")
         return sides[0], sides[1]

@@ -82,18 +82,24 @@ class Flux(Family):
         places = given["img_ids"][..., 1:].flatten(0, -2)
         height, width = (places.amax(0) + 1).long().tolist()
         if height * width != state.shape[1]:
-            raise HddmError(f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2")
+            raise HddmError(
+                f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2"
+            )
         return unpack(state, 2 * height), rest
 
     def as_output(self, state: Tensor, config: Config) -> Tensor:
         return pack(state)
 
-    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+    def example(
+        self, name: str, config: Config, num_classes: int | None, noise: Generator
+    ) -> Tensor:
         if name == "guidance":
             return torch.tensor([GUIDANCE])
         return super().example(name, config, num_classes, noise)
 
-    def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    def defaults(
+        self, names: Sequence[str], sample_shape: tuple[int, int, int]
+    ) -> dict[str, Tensor]:
         return {"guidance": torch.tensor(GUIDANCE)} if "guidance" in names else {}
 
 
@@ -109,7 +115,10 @@ def unpack(rows: Tensor, height: int) -> Tensor:
 
 def positions(height: int, width: int, device: torch.device) -> Tensor:
     """Position (0, y, x) of every row, (HW/4, 3); float32, since half types round large numbers."""
-    sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
+    sides = [
+        torch.arange(size, device=device, dtype=torch.float32)
+        for size in (1, height // 2, width // 2)
+    ]
     return torch.cartesian_prod(*sides)
 
 

@@ -29,7 +29,9 @@ def renamed(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if config.get("_class_name") != _FORMER:
         return dict(config)
     norm = str(config.get("norm_type"))
-    family = next((one for one in families().values() if one.former_norm and one.former_norm == norm), None)
+    family = next(
+        (one for one in families().values() if one.former_norm and one.former_norm == norm), None
+    )
     if family is None:
         return dict(config)
     found: dict[str, Any] = {"_class_name": family.name}

@@ -30,7 +30,9 @@ class PixArt(Family):
         text = (TEXT, TEXT_MASK)
         return Taken((*text, *(self.nested if _takes_sizes(config) else ())))
 
-    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+    def example(
+        self, name: str, config: Config, num_classes: int | None, noise: Generator
+    ) -> Tensor:
         match name:
             case "resolution":
                 return torch.tensor([[64.0, 64.0]])
@@ -38,7 +40,9 @@ class PixArt(Family):
                 return torch.tensor([[1.0]])
         return super().example(name, config, num_classes, noise)
 
-    def pipeline(self, arguments: Config, text_encoder: TextEncoderRecord | None = None) -> Pipeline:
+    def pipeline(
+        self, arguments: Config, text_encoder: TextEncoderRecord | None = None
+    ) -> Pipeline:
         # The pipelines differ in two things: α's alone passes sizes, and each has its own number of tokens.
         if _takes_sizes(arguments):
             return _ALPHA

@@ -15,7 +15,9 @@ class Sd3(Family):
     pipelines = (
         Pipeline(
             "StableDiffusion3Pipeline",
-            prompts=Prompts((CLIP_PROJECTED, CLIP_PROJECTED, T5), POOLED, t5_tokens=256, joins=True),
+            prompts=Prompts(
+                (CLIP_PROJECTED, CLIP_PROJECTED, T5), POOLED, t5_tokens=256, joins=True
+            ),
             has_text=True,
         ),
     )

@@ -49,11 +49,15 @@ class StableDiffusion(Unet):
         labels = super().conditions(config)
         added = self.nested if config.get("addition_embed_type") else ()
         if added and _vector_width(config) < 1:
-            raise HddmError(f"{_VECTORS} {config[_VECTORS]} of {self.name} leaves no room for text_embeds")
+            raise HddmError(
+                f"{_VECTORS} {config[_VECTORS]} of {self.name} leaves no room for text_embeds"
+            )
         names = (TEXT, *labels.conditions, *added)
         return Taken(names, labels.num_classes)
 
-    def example(self, name: str, config: Config, num_classes: int | None, noise: Generator) -> Tensor:
+    def example(
+        self, name: str, config: Config, num_classes: int | None, noise: Generator
+    ) -> Tensor:
         match name:
             case "text_embeds":
                 return torch.randn(1, _vector_width(config), generator=noise)
@@ -61,7 +65,9 @@ class StableDiffusion(Unet):
                 return torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]])
         return super().example(name, config, num_classes, noise)
 
-    def defaults(self, names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    def defaults(
+        self, names: Sequence[str], sample_shape: tuple[int, int, int]
+    ) -> dict[str, Tensor]:
         if "time_ids" not in names:
             return {}
         # The size, no crop, and the size again, in pixels.
@@ -72,7 +78,9 @@ class StableDiffusion(Unet):
         is_xl = config.get("addition_embed_type") is not None
         return {TEXT_EMBEDS: torch.zeros(_vector_width(config))} if is_xl else {}
 
-    def pipeline(self, arguments: Config, text_encoder: TextEncoderRecord | None = None) -> Pipeline:
+    def pipeline(
+        self, arguments: Config, text_encoder: TextEncoderRecord | None = None
+    ) -> Pipeline:
         is_xl = arguments.get("addition_embed_type") == "text_time"
         return _XL if is_xl else self.pipelines[0]
 
