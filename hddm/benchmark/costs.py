@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hddm.benchmark.lines import RunCommand, placed
+from hddm.benchmark.lines import RunCommand, placed, with_values
 from hddm.benchmark.steps import Contents, Step
 from hddm.calibration import LEVELS, STATES
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
@@ -38,7 +38,12 @@ _TRAJECTORIES = 16
 # Late enough for a calibration to take part.
 _TIME = 0.75
 # Counted in float32 on the CPU, so that the count is the same everywhere.
-_PLAIN = "--device cpu --threads 1 --mixed-precision no --gradient-accumulation-steps 1"
+_PLAIN = {
+    "--device": "cpu",
+    "--threads": "1",
+    "--mixed-precision": "no",
+    "--gradient-accumulation-steps": "1",
+}
 
 
 @contextlib.contextmanager
@@ -113,26 +118,26 @@ def _count_batch(
             if len(totals) == _STEPS:
                 raise _Enough
 
-    length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
+    options = _PLAIN | {"--steps": str(_STEPS + 1), "--batch-size": str(batch_size)}
     if trajectories:
-        length += ["--trajectories", str(trajectories)]
+        options["--trajectories"] = str(trajectories)
     # What is measured on the way would fall between the counted steps.
     if words[:2] != ["train", "router"]:
-        length += ["--sample-every", "0"]
+        options["--sample-every"] = "0"
     if words[:2] == ["train", "expert"]:
-        length += ["--validate-every", "1000000"]
+        options["--validate-every"] = "1000000"
     enough = contextlib.suppress(_Enough)
     with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
-        run([*words, *_PLAIN.split(), *length, "--out", f"{folder}/out"])
+        run(with_values(words, options | {"--out": f"{folder}/out"}))
     step = totals[-1] - totals[-2]
     return _Counted(totals[0] - step, step)
 
 
 def count_sampling(words: Sequence[str], run: RunCommand) -> int:
     """Count the operations of one image of a ``hddm sample``, over its first `IMAGES`."""
-    size = ["--num-images", str(IMAGES), "--batch-size", str(IMAGES), "--device", "cpu"]
+    options = {"--num-images": str(IMAGES), "--batch-size": str(IMAGES), "--device": "cpu"}
     with tempfile.TemporaryDirectory() as folder, counting() as counter:
-        run([*words, *size, "--out", f"{folder}/out"])
+        run(with_values(words, options | {"--out": f"{folder}/out"}))
     return counter.get_total_flops() // IMAGES
 
 

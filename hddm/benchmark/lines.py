@@ -93,6 +93,22 @@ def split(text: str) -> list[str]:
         raise HddmError(f"{text!r}: a quote is not closed") from None
 
 
+def with_values(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """A command line with ``values`` of options, by names such as ``--steps``, in place of its own."""
+    kept = list[str]()
+    is_value = False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word in values:
+            is_value = True
+        else:
+            kept.append(word)
+    for name, value in values.items():
+        kept += [name, value]
+    return kept
+
+
 def names_in(text: str) -> list[str]:
     """Names that occur as ``$name``."""
     return _NAME.findall(text)
