@@ -114,9 +114,9 @@ class Contrast:
     @property
     def why_not(self) -> str | None:
         """Reason why there is no verdict with any number of seeds."""
-        return self.why or (
-            "too few images" if self.ours.few_images or self.base.few_images else None
-        )
+        if self.why:
+            return self.why
+        return "too few images" if self.ours.few_images or self.base.few_images else None
 
     @property
     def trainings(self) -> int:
@@ -130,11 +130,16 @@ def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
         gaps = [ours[seed] - base[seed] for seed in ours]
         spread = statistics.stdev(gaps)
         return Gap(statistics.fmean(gaps), spread, spread / len(gaps) ** 0.5, len(gaps) - 1)
-    # Variance of each mean, and its degrees of freedom (Welch and Satterthwaite).
-    terms = [(statistics.variance(one.values()) / len(one), len(one) - 1) for one in (ours, base)]
-    variance = sum(term for term, _ in terms)
-    below = sum(term**2 / freedom for term, freedom in terms)
-    freedom = variance**2 / below if below else sum(freedom for _, freedom in terms)
+    # Variance of the difference, and its degrees of freedom (Welch and Satterthwaite).
+    variance = below = 0.0
+    freedom: float = 0
+    for one in (ours, base):
+        of_mean = statistics.variance(one.values()) / len(one)
+        variance += of_mean
+        below += of_mean**2 / (len(one) - 1)
+        freedom += len(one) - 1
+    if below:
+        freedom = variance**2 / below
     mean = statistics.fmean(ours.values()) - statistics.fmean(base.values())
     return Gap(mean, None, math.sqrt(variance), freedom)
 
@@ -142,7 +147,8 @@ def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
 def holm(gaps: Sequence[Gap]) -> list[float]:
     """Level of each gap's interval, so that it excludes 0 exactly if Holm's procedure rejects."""
     order = sorted(range(len(gaps)), key=lambda k: gaps[k].p_value)
-    levels, divisor = [LEVEL] * len(gaps), len(gaps)
+    levels = [LEVEL] * len(gaps)
+    divisor = len(gaps)
     for k in order:
         levels[k] = LEVEL / divisor
         if gaps[k].p_value < levels[k]:
@@ -156,17 +162,22 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
     ``by_images`` also judges single results, by their intervals over images: a gap is significant beyond
     (h_a² + h_b²)^½ with half-widths h, which says nothing about other trainings.
     """
-    over_seeds = {
-        k: gap_over_seeds(one.ours.values, one.base.values)
-        for k, one in enumerate(contrasts)
-        if one.why_not is None and one.trainings >= FEWEST_SEEDS
-    }
-    levels = dict(zip(over_seeds, holm(list(over_seeds.values())), strict=True))
+    over_seeds = {}
+    for k, one in enumerate(contrasts):
+        if one.why_not is None and one.trainings >= FEWEST_SEEDS:
+            over_seeds[k] = gap_over_seeds(one.ours.values, one.base.values)
+    levels = holm(list(over_seeds.values()))
+    intervals = {}
+    for (k, over), level in zip(over_seeds.items(), levels, strict=True):
+        intervals[k] = over.interval(level)
     found = []
     for k, one in enumerate(contrasts):
-        gap, spread, interval, why = one.ours.mean - one.base.mean, None, None, one.why_not
+        gap = one.ours.mean - one.base.mean
+        spread = interval = None
+        why = one.why_not
         if k in over_seeds:
-            spread, interval = over_seeds[k].spread, over_seeds[k].interval(levels[k])
+            spread = over_seeds[k].spread
+            interval = intervals[k]
         elif why is None and not by_images:
             why = f"{counted(one.trainings, 'training seed')}, and {FEWEST_SEEDS} or more give a verdict"
         elif why is None and None in (one.ours.half_width, one.base.half_width):
@@ -221,24 +232,39 @@ class FigureRow:
 
 def figure_rows(groups: Sequence[ResultGroup]) -> list[FigureRow]:
     """The figures that all results have, with verdicts that are corrected as one table's."""
+    contents: list[Evaluation] = []
+    for group in groups:
+        contents += [result.content for result in group.results]
     found = []
-    for line in _empty_rows([result.content for group in groups for result in group.results]):
-        figures = [one for group in groups if (one := figure_at(group, line.path)) is not None]
-        if len(figures) == len(groups):
-            found.append(replace(line, figures=tuple(figures)))
-    contrasts = [
-        Contrast(ours, line.figures[0], line.better)
-        for line in found
-        if line.better
-        for ours in line.figures[1:]
-    ]
+    contrasts = []
+    for line in _empty_rows(contents):
+        figures = _figures_of_all(groups, line.path)
+        if figures is None:
+            continue
+        found.append(replace(line, figures=figures))
+        if line.better:
+            base, *others = figures
+            contrasts += [Contrast(ours, base, line.better) for ours in others]
+    # In the order of the contrasts: those of one row are next to each other.
     judged = iter(verdicts(contrasts, by_images=True))
-    return [
-        replace(
-            line, verdicts=tuple(next(judged) if line.better else None for _ in line.figures[1:])
-        )
-        for line in found
-    ]
+    rows = []
+    for line in found:
+        of_line: list[GapVerdict | None] = []
+        for _ in line.figures[1:]:
+            of_line.append(next(judged) if line.better else None)
+        rows.append(replace(line, verdicts=tuple(of_line)))
+    return rows
+
+
+def _figures_of_all(groups: Sequence[ResultGroup], path: str) -> tuple[Figure, ...] | None:
+    """The figure of every group; None if one of them lacks it."""
+    figures = []
+    for group in groups:
+        figure = figure_at(group, path)
+        if figure is None:
+            return None
+        figures.append(figure)
+    return tuple(figures)
 
 
 def figure_at(group: ResultGroup, path: str) -> Figure | None:
@@ -247,16 +273,19 @@ def figure_at(group: ResultGroup, path: str) -> Figure | None:
     ``path`` has dots between the names of fields; entries of a list are named by their split or domain, as in
     ``splits.held_out.distance``.
     """
-    known = [one for result in group.results if (one := _figure_of(result, path)) is not None]
-    if len(known) < len(group.results):
-        return None
-    widths = [one.half_width for one in known if one.half_width is not None]
-    return Figure(
-        {seed: value for one in known for seed, value in one.values.items()},
-        statistics.fmean(widths) if len(widths) == len(known) else None,
-        group.is_one_model,
-        any(one.few_images for one in known),
-    )
+    values: dict[str, float] = {}
+    widths = []
+    few_images = False
+    for result in group.results:
+        one = _figure_of(result, path)
+        if one is None:
+            return None
+        values |= one.values
+        if one.half_width is not None:
+            widths.append(one.half_width)
+        few_images = few_images or one.few_images
+    half_width = statistics.fmean(widths) if len(widths) == len(group.results) else None
+    return Figure(values, half_width, group.is_one_model, few_images)
 
 
 def _figure_of(result: Result, path: str) -> Figure | None:
@@ -282,46 +311,57 @@ def _figure_of(result: Result, path: str) -> Figure | None:
 
 def _entry(items: tuple[Any, ...], key: str) -> Any:
     """The entry of a split or of a domain."""
-    named = (
-        one for one in items if key in (getattr(one, "split", None), getattr(one, "domain", None))
-    )
-    return next(named, None)
+    for one in items:
+        if key in (getattr(one, "split", None), getattr(one, "domain", None)):
+            return one
+    return None
 
 
 def table(groups: Sequence[ResultGroup]) -> str:
     """Markdown table of `figure_rows`, with notes on how verdicts are judged."""
     names = [group.name for group in groups]
-    heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
-    found = figure_rows(groups)
-    rows = [
-        [_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)] for line in found
-    ]
-    judged = sum(
-        one is not None
-        and min(base.trainings, ours.trainings) >= FEWEST_SEEDS
-        and one.interval is not None
-        for line in found
-        for base in line.figures[:1]
-        for ours, one in zip(line.figures[1:], line.verdicts, strict=True)
-    )
-    return "\n".join(
-        [*markdown_table(heads, rows, "left"), "", *map(escaped, _notes(groups, judged))]
-    )
+    heads = ["", *names]
+    for name in names[1:]:
+        heads.append(f"{name} against {names[0]}")
+    rows = []
+    judged = 0
+    for line in figure_rows(groups):
+        rows.append([_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)])
+        judged += _judged_over_seeds(line)
+    lines = markdown_table(heads, rows, "left")
+    notes = map(escaped, _notes(groups, judged))
+    return "\n".join([*lines, "", *notes])
+
+
+def _judged_over_seeds(line: FigureRow) -> int:
+    """Number of the row's verdicts that were judged by the noise over training seeds."""
+    number = 0
+    for ours, verdict in zip(line.figures[1:], line.verdicts, strict=True):
+        trainings = min(line.figures[0].trainings, ours.trainings)
+        if verdict is not None and verdict.interval is not None and trainings >= FEWEST_SEEDS:
+            number += 1
+    return number
 
 
 def summary(group: ResultGroup) -> str:
     """Markdown table of one model's figures and what they say, with notes on what they depend on."""
-    found = figure_rows([group])
-    rows = [[one.name, _shown(one.figures[0]), one.says] for one in found]
+    rows = []
+    for one in figure_rows([group]):
+        rows.append([one.name, _shown(one.figures[0]), one.says])
     content = group.results[0].content
-    data, how = content.data, content.features
-    sides = {"samples": data.images, "training": data.reference}
-    sides |= {"validation": data.validation, "held-out": data.held_out}
+    data, features = content.data, content.features
+    sides = {
+        "samples": data.images,
+        "training": data.reference,
+        "validation": data.validation,
+        "held-out": data.held_out,
+    }
     counts = ", ".join(f"{one.images} {name}" for name, one in sides.items() if one)
-    notes = [_SIGNS, f"Images: {counts}. Features: {how.name} ({how.choice})."]
-    notes += [f"Not comparable: {one}." for one in content.reasons]
-    heads = ["", group.name, "what it says"]
-    return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, notes)])
+    notes = [_SIGNS, f"Images: {counts}. Features: {features.name} ({features.choice})."]
+    for reason in content.reasons:
+        notes.append(f"Not comparable: {reason}.")
+    lines = markdown_table(["", group.name, "what it says"], rows, "left")
+    return "\n".join([*lines, "", *map(escaped, notes)])
 
 
 def escaped(text: str) -> str:
@@ -333,22 +373,20 @@ def markdown_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right"
 ) -> list[str]:
     """Lines of a Markdown table, aligned for terminals; the first column is left-aligned."""
-    heads, rows = (
-        [escaped(head) for head in heads],
-        [[escaped(cell) for cell in row] for row in rows],
-    )
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    table = [list(map(escaped, row)) for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    is_left = [k == 0 or align == "left" for k in range(len(widths))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if k == 0 or align == "left" else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
+        padded = []
+        for cell, width, left in zip(cells, widths, is_left, strict=True):
+            padded.append(cell.ljust(width) if left else cell.rjust(width))
         return "| " + " | ".join(padded) + " |"
 
-    end = ["-" if k == 0 or align == "left" else ":" for k in range(len(widths))]
-    rule = "|".join("-" * (width + 1) + last for width, last in zip(widths, end, strict=True))
-    return [line(heads), f"|{rule}|", *map(line, rows)]
+    rule = []
+    for width, left in zip(widths, is_left, strict=True):
+        rule.append("-" * (width + 1) + ("-" if left else ":"))
+    return [line(table[0]), f"|{'|'.join(rule)}|", *map(line, table[1:])]
 
 
 def _title(line: FigureRow) -> str:
@@ -373,10 +411,10 @@ def _said(one: GapVerdict | None) -> str:
 def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
     notes = [_SIGNS]
     if judged:
-        paired = len({frozenset(result.seed for result in group.results) for group in groups}) == 1
-        how = (
-            "paired by the names of files or seeds" if paired else "not paired, as the names differ"
-        )
+        if _have_the_same_seeds(groups):
+            how = "paired by the names of files or seeds"
+        else:
+            how = "not paired, as the names differ"
         notes.append(
             f"Noise: the 95 % interval of the gap over trainings (Student's t), {how}, corrected for "
             f"{judged} comparisons (Holm)."
@@ -396,6 +434,13 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
     return notes
 
 
+def _have_the_same_seeds(groups: Sequence[ResultGroup]) -> bool:
+    seeds = set()
+    for group in groups:
+        seeds.add(frozenset(result.seed for result in group.results))
+    return len(seeds) == 1
+
+
 def _number(value: float, significant: int) -> str:
     """Format with at least ``significant`` digits, without an exponent."""
     decimals = significant - 1 - (math.floor(math.log10(abs(value))) if value else 0)
@@ -410,7 +455,10 @@ def _wilson(share: float, images: int) -> float:
 
 def _empty_rows(contents: Sequence[Evaluation]) -> list[FigureRow]:
     """The rows of a table before values are filled in: add a new score here."""
-    splits = dict.fromkeys(one.split for content in contents for one in content.splits)
+    # A dictionary, since the order counts.
+    splits: dict[Split, None] = {}
+    for content in contents:
+        splits |= dict.fromkeys(one.split for one in content.splits)
     scores: tuple[tuple[str, str, Better, str], ...] = (
         (
             "Fréchet distance to",
@@ -427,29 +475,23 @@ def _empty_rows(contents: Sequence[Evaluation]) -> list[FigureRow]:
         ),
         ("recall on", "overlap.recall", "higher", "share of these images with a sample close by"),
     )
-    found = [
-        FigureRow(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
-        for title, end, better, says in scores
-        for split in splits
-    ]
-    found.append(
-        FigureRow(
-            "diversity against training images", "diversity", says="1 is as varied as they are"
-        )
-    )
+    found = []
+    for title, end, better, says in scores:
+        for split in splits:
+            name = f"{title} {SPLITS[split]} images"
+            found.append(FigureRow(name, f"splits.{split}.{end}", better, says))
+    says = "1 is as varied as they are"
+    found.append(FigureRow("diversity against training images", "diversity", says=says))
     says = "between two images of a class or prompt"
     found.append(FigureRow("distance within conditions", "within_conditions.images", says=says))
     if len({bool(one.memorisation and one.memorisation.mirrored) for one in contents}) == 1:
         says = "about 1 is right, well below 1 repeats training images"
         found.append(FigureRow("nearest-image ratio", "memorisation.ratio", says=says))
-    for domain in (one.domain for one in contents[0].domains):
-        found.append(FigureRow(f"share of {domain}", f"domains.{domain}.share"))
+    for one in contents[0].domains:
+        within = f"domains.{one.domain}"
+        found.append(FigureRow(f"share of {one.domain}", f"{within}.share"))
         for split in splits:
-            title, path = (
-                f"{SPLITS[split]} images of {domain}",
-                f"domains.{domain}.splits.{split}.distance",
-            )
-            found.append(
-                FigureRow(f"Fréchet distance to {title}", path, "lower", "lower is better")
-            )
+            name = f"Fréchet distance to {SPLITS[split]} images of {one.domain}"
+            path = f"{within}.splits.{split}.distance"
+            found.append(FigureRow(name, path, "lower", "lower is better"))
     return [*found, FigureRow("training, 1e12 operations", "training_tflop")]

@@ -67,10 +67,8 @@ def evaluate(
         )
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
     paths |= {"validation": settings.validation, "held_out": settings.held_out}
-    found = read_data(
-        {role: path for role, path in paths.items() if path is not None}, settings.max_bad
-    )
-    groups = alike(found)
+    named = {role: path for role, path in paths.items() if path is not None}
+    groups = alike(read_data(named, settings.max_bad))
     samples, training = groups["images"].images, groups["reference"].images
     counts = [group.record.images for group in groups.values()]
     sampling = read_sampling(images)
@@ -85,9 +83,8 @@ def evaluate(
     has_few(extractor.record.dimensions, counts, allow_few)
     sides = [_side(role, groups, of_classes or bool(domain)) for role in groups if role != "images"]
     if domain and (extractor.classifier is None or any(side.labels is None for side in sides)):
-        raise HddmError(
-            "`domain`: needs a classifier's features, and class folders of the same classes"
-        )
+        text = "needs a classifier's features, and class folders of the same classes"
+        raise HddmError(f"`domain`: {text}")
     scorer = Scorer(
         extractor,
         sides,
@@ -101,20 +98,16 @@ def evaluate(
     if save is not None and extractor.classifier is not None:
         # Last, so that a refusal leaves no file that would block the next run.
         save_classifier(extractor.classifier, save)
+    records = {role: group.record for role, group in groups.items()}
+    chosen = settings.model_dump(include={"allow_few", "mirrored", "brief"})
     result = Evaluation(
         **dict(scores),
         kind="evaluation",
         features=extractor.record,
-        data=EvaluationData(**{role: group.record for role, group in groups.items()}),
+        data=EvaluationData(**records),
         sampling=sampling,
-        settings={
-            "resamples": RESAMPLES,
-            **settings.model_dump(include={"allow_few", "mirrored", "brief"}),
-        },
-        versions={
-            "python": platform.python_version(),
-            **{name: version(name) for name in _PACKAGES},
-        },
+        settings={"resamples": RESAMPLES, **chosen},
+        versions=_versions(),
         comparable=not reasons,
         reasons=tuple(reasons),
     )
@@ -124,9 +117,18 @@ def evaluate(
     return result
 
 
+def _versions() -> dict[str, str]:
+    """Versions of Python and of the packages that figures depend on."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = version(name)
+    return versions
+
+
 def _side(role: str, groups: Mapping[str, ImageGroup], with_labels: bool) -> Side:
-    """Training images or fresh ones, with numbers among the classes of the training images if known."""
-    found, classes = groups[role].images, groups["reference"].images.classes
+    """The images of ``role``, labelled by the classes of the training images where that can be done."""
+    found = groups[role].images
+    classes = groups["reference"].images.classes
     labels = None
     if with_labels and found.labels is not None and set(found.classes) <= set(classes):
         labels = class_numbers(found.classes, classes)[found.labels]
@@ -135,12 +137,14 @@ def _side(role: str, groups: Mapping[str, ImageGroup], with_labels: bool) -> Sid
 
 def _numbers(domains: Mapping[str, Sequence[str]], classes: Sequence[str]) -> dict[str, list[int]]:
     """Class numbers by domain; refuses classes that the training images do not have."""
+    numbers = {}
     for domain, names in domains.items():
-        if unknown := sorted(set(names) - set(classes)):
-            raise HddmError(
-                f"`domain` {domain}: no class {unknown[0]}; classes are {', '.join(classes)}"
-            )
-    return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
+        unknown = sorted(set(names) - set(classes))
+        if unknown:
+            text = f"no class {unknown[0]}; classes are {', '.join(classes)}"
+            raise HddmError(f"`domain` {domain}: {text}")
+        numbers[domain] = [classes.index(name) for name in names]
+    return numbers
 
 
 def _reasons(

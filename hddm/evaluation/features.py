@@ -159,7 +159,7 @@ class FeaturesRecord(OpenRecord):
 class FeatureExtractor:
     """``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
 
-    ``classifier`` is the network if it is one.
+    ``classifier`` is the network whose features they are, if that is a small classifier.
     """
 
     record: FeaturesRecord
@@ -210,17 +210,21 @@ def classifier_of(training: ImageSet) -> FeatureClassifier:
         text = "has no class folders to train a classifier on; use `features` inception"
         raise HddmError(f"{training.root}: {text}")
     labels = training.labels.tolist()
-    content = [
-        (one.numpy().tobytes(), tag) for one, tag in zip(training.pixels, labels, strict=True)
-    ]
+    content = []
+    for pixels, label in zip(training.pixels, labels, strict=True):
+        content.append((pixels.numpy().tobytes(), label))
     order = sorted(range(len(content)), key=content.__getitem__)
     return train_classifier(to_unit_range(training.pixels[order]), training.labels[order])
 
 
 def of_classifier(classifier: FeatureClassifier, choice: str = REQUESTED) -> FeatureExtractor:
     """Features of a small classifier."""
-    name, digest = "small classifier of the training images", weights_hash(classifier.state_dict())
-    record = FeaturesRecord(name=name, dimensions=FEATURES, hash=digest, choice=choice)
+    record = FeaturesRecord(
+        name="small classifier of the training images",
+        dimensions=FEATURES,
+        hash=weights_hash(classifier.state_dict()),
+        choice=choice,
+    )
     return FeatureExtractor(record, classifier.features, classifier)
 
 
@@ -251,7 +255,8 @@ def open_inception(option: str, choice: str = REQUESTED) -> FeatureExtractor:
 
     Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
     """
-    path, sha256 = find_inception(), INCEPTION.hash
+    path = find_inception()
+    sha256 = INCEPTION.hash
     if path is None or sha256_of(path) != sha256:
         problem = f"{INCEPTION_FILE} is not on disk" if path is None else f"{path} is another file"
         remedy = f"fetch {_URL} (SHA-256 {sha256}) and put it into {_places()[0].parent}"
@@ -266,9 +271,8 @@ def inception_features(weights: Path, device: str) -> FeatureFunction:
     from cleanfid.inception_torchscript import InceptionV3W
     from cleanfid.resize import build_resizer
 
-    network = (
-        InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval().to(device)
-    )
+    network = InceptionV3W(str(weights.parent), download=False, resize_inside=False)
+    network = network.eval().to(device)
     resized = build_resizer("clean")
 
     @torch.no_grad()
@@ -276,9 +280,8 @@ def inception_features(weights: Path, device: str) -> FeatureFunction:
         colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
         batches = []
         for start in range(0, len(colour), _BATCH):
-            ready = np.stack(
-                [resized(np.ascontiguousarray(i)) for i in colour[start : start + _BATCH]]
-            )
+            batch = map(np.ascontiguousarray, colour[start : start + _BATCH])
+            ready = np.stack([resized(image) for image in batch])
             pixels = torch.from_numpy(ready).permute(0, 3, 1, 2).float().to(device)
             batches.append(network(pixels).float().cpu())
         return torch.cat(batches)

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hddm.data.images import ImageSet, pixel_digest, read_image, shared_images, stack, too_many_bad
-from hddm.data.shard_records import ShardManifest, named_shards, open_images, read_manifest
+from hddm.data.shard_records import named_shards, open_images, read_manifest
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
@@ -91,31 +91,36 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     reference, validation and held-out.
     """
     for role in _FRESH:
-        if (
-            "images" in paths
-            and role in paths
-            and paths[role].resolve() == paths["images"].resolve()
-        ):
+        if "images" not in paths or role not in paths:
+            continue
+        if paths[role].resolve() == paths["images"].resolve():
             # Real images in the place of samples are read once, and so are the same in both roles.
-            others: dict[Role, Path] = {one: path for one, path in paths.items() if one != "images"}
+            others = dict(paths)
+            del others["images"]
             groups = read_data(others, max_bad)
             return {"images": groups[role], **groups}
+    # All are opened before any image is read.
     sources = {role: _sources(path, role) for role, path in paths.items()}
-    bad: dict[Role, dict[str, str]] = {role: {} for role in paths}
-    read: dict[Role, list[ReadImage]] = {role: [] for role in paths}
+    bad: dict[Role, dict[str, str]] = {}
+    read: dict[Role, list[ReadImage]] = {}
     for role, found in sources.items():
+        bad[role] = {}
+        read[role] = []
         are_samples = role == "images" and not _shards(paths[role], role)
         for prefix, source in found:
             read[role] += _read(source, prefix, bad[role], are_samples)
-    reasons = [reason for one in bad.values() for reason in one.values()]
+    reasons: list[str] = []
+    for of_role in bad.values():
+        reasons += of_role.values()
     if len(reasons) > max_bad:
-        places = dict.fromkeys(str(paths[role]) for role, one in bad.items() if one)
+        places = dict.fromkeys(str(paths[role]) for role, of_role in bad.items() if of_role)
         raise too_many_bad(", ".join(places), reasons, max_bad)
     _refuse_shared(paths, read)
-    return {
-        role: _group(paths[role], read[role], sources[role][0][1].classes, tuple(bad[role]))
-        for role in paths
-    }
+    by_role: dict[str, ImageGroup] = {}
+    for role, path in paths.items():
+        _, first_source = sources[role][0]
+        by_role[role] = _group(path, read[role], first_source.classes, tuple(bad[role]))
+    return by_role
 
 
 def _refuse_shared(paths: Mapping[Role, Path], read: Mapping[Role, Sequence[ReadImage]]) -> None:
@@ -125,11 +130,14 @@ def _refuse_shared(paths: Mapping[Role, Path], read: Mapping[Role, Sequence[Read
         if other == "reference" and _are_apart(paths[other], paths[role]):
             continue
         known = {pixel_digest(one.pixels): one.name for one in read[other]}
-        digests = [(one.name, pixel_digest(one.pixels)) for one in read[role]]
-        shared = {name: known[digest] for name, digest in digests if digest in known}
+        shared = {}
+        for one in read[role]:
+            digest = pixel_digest(one.pixels)
+            if digest in known:
+                shared[one.name] = known[digest]
         if shared:
             among = f"{_KNOWN[other]} images of {paths[other]}"
-            raise shared_images(role, paths[role], len(digests), among, shared)
+            raise shared_images(role, paths[role], len(read[role]), among, shared)
 
 
 def _are_apart(reference: Path, fresh: Path) -> bool:
@@ -138,19 +146,14 @@ def _are_apart(reference: Path, fresh: Path) -> bool:
     Equal images are then on one side. Some may be equal as they are encoded, though not at their full size:
     `hddm.evaluation.measures.Memorisation` counts those.
     """
-    training = {
-        (one.partition, one.held_out_of is None) for one in _manifests(reference, "reference")
-    }
-    held_out = {(one.partition, one.held_out_of is None) for one in _manifests(fresh, "held_out")}
-    partition = next((one for one, _ in training), None)
-    return partition is not None and (training, held_out) == (
-        {(partition, True)},
-        {(partition, False)},
-    )
-
-
-def _manifests(root: Path, role: Role) -> list[ShardManifest]:
-    return [read_manifest(shard) for shard in _shards(root, role)]
+    training = [read_manifest(shard) for shard in _shards(reference, "reference")]
+    held_out = [read_manifest(shard) for shard in _shards(fresh, "held_out")]
+    if not training or not held_out or training[0].partition is None:
+        return False
+    if len({one.partition for one in [*training, *held_out]}) > 1:
+        return False
+    are_training = all(one.held_out_of is None for one in training)
+    return are_training and all(one.held_out_of is not None for one in held_out)
 
 
 def _group(
@@ -159,17 +162,28 @@ def _group(
     if len(found) < FEWEST_IMAGES:
         text = f"holds {counted(len(found), 'image')}; a distance needs {FEWEST_IMAGES} per side"
         raise HddmError(f"{root}: {text}")
-    names, arrays = tuple(one.name for one in found), [one.pixels for one in found]
+    names = tuple(one.name for one in found)
+    arrays = [one.pixels for one in found]
     pixels = stack(arrays, names, root)
     labels = [one.label for one in found if one.label is not None]
     tensor = torch.tensor(labels) if len(labels) == len(found) else None
-    digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
-    digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    shape = tuple(pixels.shape[1:])
     record = DataRecord(
-        path=str(root), images=len(names), hash=digest, shape=shape, skipped=skipped
+        path=str(root),
+        images=len(names),
+        hash=_hash(arrays),
+        shape=tuple(pixels.shape[1:]),
+        skipped=skipped,
     )
     return ImageGroup(ImageSet(root, names, pixels, tensor, classes), record)
+
+
+def _hash(images: Sequence[NDArray[np.uint8]]) -> str:
+    """SHA-256 of the pixels of all ``images``, whatever their order."""
+    digests = []
+    for pixels in images:
+        content = f"{pixels.shape} ".encode() + pixels.tobytes()
+        digests.append(hashlib.sha256(content).digest())
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
 
 
 def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
@@ -198,7 +212,8 @@ def read_sampling(images: Path) -> SamplingRecord | None:
     path = images / SAMPLING_FILE
     if not path.is_file():
         return None
-    content = {key: value for key, value in read_json(path).items() if key != "expert_use"}
+    content = read_json(path)
+    content.pop("expert_use", None)
     return parse_record(content, SamplingRecord, str(path))
 
 
@@ -218,16 +233,21 @@ def conditions(
     if sampling is None or sampling.num_images != len(samples):
         return None, False
     numbers = sampling.start + torch.arange(len(samples))
-    if labels := sampling.class_labels:
-        names = sampling.class_names
+    labels = sampling.class_labels
+    names = sampling.class_names
+    if labels:
         if not names:
-            return torch.tensor(labels)[numbers % len(labels)], max(labels) < len(classes)
+            are_known = max(labels) < len(classes)
+            return torch.tensor(labels)[numbers % len(labels)], are_known
         known = set(names) <= set(classes)
         found = class_numbers(names, classes) if known else torch.tensor(labels)
         return found[numbers % len(found)], known
-    prompts = sampling.prompts or ()
-    distinct = [prompts.index(prompt) for prompt in prompts]
-    return (torch.tensor(distinct)[numbers % len(prompts)] if prompts else None), False
+    prompts = sampling.prompts
+    if not prompts:
+        return None, False
+    # Equal prompts are one condition.
+    distinct = class_numbers(prompts, prompts)
+    return distinct[numbers % len(prompts)], False
 
 
 def class_numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
@@ -236,13 +256,13 @@ def class_numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
 
 
 def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
-    """What holds the images at ``root``, each with the beginning of its images' names."""
+    """The shards or the source that ``root`` names, each with the prefix of its images' names."""
     found = list[tuple[str, Shard | ImageSource]]()
     for folder in _shards(root, role):
-        source = (
-            open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder)
-        )
-        found.append(("" if folder == root else f"{folder.relative_to(root).as_posix()}/", source))
+        is_encoded = read_manifest(folder).encoding is not None
+        source = open_shard(folder) if is_encoded else open_images(folder)
+        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+        found.append((prefix, source))
         if isinstance(source, Shard) and source.space != "pixels":
             text = "holds latents, and figures are of pixels; name the partition of images"
             raise HddmError(f"{folder}: {text}")
@@ -250,7 +270,7 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
 
 
 def _shards(root: Path, role: Role) -> list[Path]:
-    """Shards that ``root`` names, none for another source of images."""
+    """Shards that ``root`` names; none if it is another kind of source."""
     return named_shards(root, are_held_out=role != "reference")
 
 
@@ -261,10 +281,10 @@ def _read(
     if isinstance(source, Shard):
         for row in range(len(source)):
             pixels = source.stored.main.take(torch.tensor([row]))[0].permute(1, 2, 0).numpy()
+            if pixels.shape[2] == 1:
+                pixels = pixels[..., 0]
             label = None if source.labels is None else int(source.labels[row])
-            yield ReadImage(
-                f"{prefix}{row}", pixels[..., 0] if pixels.shape[2] == 1 else pixels, label
-            )
+            yield ReadImage(f"{prefix}{row}", pixels, label)
         return
     for row, name in enumerate(source.files):
         path = source.root / name

@@ -85,12 +85,10 @@ def measure(
     """
     target = Gaussian.of(reference)
     draws = np.random.default_rng(stream(seed, Use.BOOTSTRAP))
-    resampled = [
-        frechet_distance(
-            Gaussian.of(features[draws.integers(len(features), size=len(features))]), target
-        )
-        for _ in range(resamples)
-    ]
+    resampled = []
+    for _ in range(resamples):
+        rows = draws.integers(len(features), size=len(features))
+        resampled.append(frechet_distance(Gaussian.of(features[rows]), target))
     spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else None
     value = frechet_distance(Gaussian.of(features), target)
     few = has_few(features.shape[1], (len(features), len(reference)))
@@ -138,12 +136,11 @@ def kernel_distance(
     draws = np.random.default_rng(stream(seed, Use.KERNEL_SUBSETS))
     size = min(len(features), len(reference), subset_size)
     repeats = 1 if size == len(features) == len(reference) else subsets
-    values = [
-        squared_mmd(
-            *(side[draws.choice(len(side), size, replace=False)] for side in (features, reference))
-        )
-        for _ in range(repeats)
-    ]
+    values = []
+    for _ in range(repeats):
+        ours = features[draws.choice(len(features), size, replace=False)]
+        theirs = reference[draws.choice(len(reference), size, replace=False)]
+        values.append(squared_mmd(ours, theirs))
     error = _standard_error(features, reference, subset_size, draws)
     return KernelDistance(value=float(np.mean(values)), standard_error=error)
 
@@ -162,11 +159,11 @@ def _standard_error(
     size = min(subset_size, max(len(features) // _BLOCKS, FEWEST_IMAGES // 2))
     order = draws.permutation(len(features))
     target = reference[draws.permutation(len(reference))[: _BLOCKS * subset_size]]
-    # The reference's own term is the same for all blocks.
-    values = [
-        _within(block) - 2 * float(_kernel(block, target).mean())
-        for block in (features[order[k : k + size]] for k in range(0, len(order) - size + 1, size))
-    ]
+    values = []
+    for k in range(0, len(order) - size + 1, size):
+        block = features[order[k : k + size]]
+        # The reference's own term is the same for all blocks.
+        values.append(_within(block) - 2 * float(_kernel(block, target).mean()))
     deviation = float(np.std(values, ddof=1))
     return deviation / float(len(values) ** 0.5)
 
@@ -208,10 +205,9 @@ def precision_recall(
     num = min(len(features), len(reference), most)
     draws = generator(seed, Use.PRECISION_ROWS)
     # Centred, since products of large means would hide small distances.
-    ours, theirs = (
-        side[torch.randperm(len(side), generator=draws)[:num]].double() - reference.double().mean(0)
-        for side in (features, reference)
-    )
+    centre = reference.double().mean(0)
+    ours = features[torch.randperm(len(features), generator=draws)[:num]].double() - centre
+    theirs = reference[torch.randperm(len(reference), generator=draws)[:num]].double() - centre
     return PrecisionRecall(
         precision=_covered(ours, theirs, _radii(theirs, neighbours)),
         recall=_covered(theirs, ours, _radii(ours, neighbours)),
@@ -268,9 +264,8 @@ def diversity(features: Tensor, reference: Tensor) -> float:
 
 def _mean_pair_distance(rows: Tensor) -> float:
     if len(rows) > MOST_ROWS:
-        rows = rows[
-            torch.randperm(len(rows), generator=generator(0, Use.DIVERSITY_ROWS))[:MOST_ROWS]
-        ]
+        draws = generator(0, Use.DIVERSITY_ROWS)
+        rows = rows[torch.randperm(len(rows), generator=draws)[:MOST_ROWS]]
     return torch.pdist(rows.float()).mean().item()
 
 
@@ -286,12 +281,15 @@ def within_conditions(
         rows = (labels == label).nonzero()[:, 0]
         if len(rows) < 2:
             continue
-        first, second = (rows[torch.from_numpy(part)] for part in _pairs(len(rows), pairs, seed))
-        found[int(label)] = (features[first] - features[second]).norm(dim=1).double().mean().item()
+        first, second = _pairs(len(rows), pairs, seed)
+        ours = features[rows[torch.from_numpy(first)]]
+        theirs = features[rows[torch.from_numpy(second)]]
+        found[int(label)] = (ours - theirs).norm(dim=1).double().mean().item()
     return found
 
 
 def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the first and the second rows of all pairs, or of ``most`` random ones."""
     if num * (num - 1) // 2 <= most:
         first, second = np.triu_indices(num, 1)
         return first, second
@@ -307,7 +305,7 @@ class Memorisation(OpenRecord):
     well below 1 if they repeat them, above 1 if they are off the data. ``half_width`` is that of its 95 %
     interval. ``share_near`` is the share of samples nearer to a training image than 95 % of the held-out
     images are: 0.05 for fresh images; None with ``few_images``. ``copies`` counts held-out images that are
-    also training images, which hides memorisation. ``mirrored`` distances are to the nearer of a training
+    also training images, which hides memorisation. If ``mirrored``, distances are to the nearer of a training
     image and its mirror image; otherwise a mirrored copy passes for a new image.
     """
 
@@ -324,13 +322,15 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
 
     Raises `HddmError` if held-out images repeat training images exactly.
     """
-    ours, theirs = samples.double(), fresh.double()
+    ours = samples.double()
+    theirs = fresh.double()
     if theirs.mean() == 0:
         raise HddmError("every held-out image is also a training image: hold others out")
     ratio = (ours.mean() / theirs.mean()).item()
     # Error of a ratio of independent means, to first order.
-    errors = [one.var() / len(one) for one in (ours, theirs)]
-    variance = (errors[0] + ratio**2 * errors[1]) / theirs.mean() ** 2
+    error = ours.var() / len(ours)
+    fresh_error = theirs.var() / len(theirs)
+    variance = (error + ratio**2 * fresh_error) / theirs.mean() ** 2
     few = min(len(ours), len(theirs)) < FEW
     near = None if few else (ours < theirs.quantile(_NEAR)).double().mean().item()
     return Memorisation(
@@ -344,10 +344,14 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
 
 
 def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:
-    """Pixel distance (n,) of ``rows`` (n, …) to the nearest of ``others`` (m, …), ``mirrored`` too."""
+    """Pixel distance (n,) of each of ``rows`` (n, …) to the nearest of ``others`` (m, …).
+
+    If ``mirrored``, the mirror images of ``others`` count too.
+    """
     nearest = []
     for images in rows.split(_ROWS):
-        flat, best = images.flatten(1).float(), torch.full((len(images),), torch.inf)
+        flat = images.flatten(1).float()
+        best = torch.full((len(images),), torch.inf)
         for chunk in others.split(_OTHERS):
             for seen in (chunk, chunk.flip(-1)) if mirrored else (chunk,):
                 candidates = seen.flatten(1).float()

@@ -79,8 +79,11 @@ class ResultGroup:
     @property
     def sources(self) -> set[str | None]:
         """The sampled models, None for unrecorded ones."""
-        recorded = (result.content.sampling or SamplingRecord() for result in self.results)
-        return {one.source_sha256 or one.source for one in recorded}
+        found = set()
+        for result in self.results:
+            recorded = result.content.sampling or SamplingRecord()
+            found.add(recorded.source_sha256 or recorded.source)
+        return found
 
     @property
     def is_one_model(self) -> bool:
@@ -98,7 +101,7 @@ def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         if not files:
             raise HddmError(f"{path}: holds no results (*.json); hddm evaluate --out writes them")
-        results = (Result(file, read_result(file), file.stem) for file in files)
+        results = [Result(file, read_result(file), file.stem) for file in files]
         groups.append(ResultGroup(str(path), tuple(results)))
     return groups
 
@@ -130,18 +133,24 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     Raises `HddmError` with a line for every result marked as not comparable, every field that differs, and
     every pair of equal images in a group.
     """
-    results = [result for group in groups for result in group.results]
+    results: list[Result] = []
+    for group in groups:
+        results += group.results
     fields = [_fields(result.content) for result in results]
-    names = list(dict.fromkeys(name for one in fields for name in one))
-    lines = [
-        f"{result.path}: not comparable: {reason}"
-        for result in results
-        if not result.content.comparable
-        for reason in result.content.reasons or ["no reason is recorded"]
-    ]
+    # A dictionary, since the order counts.
+    names: dict[str, None] = {}
+    for one in fields:
+        names |= dict.fromkeys(one)
+    lines = []
+    for result in results:
+        if not result.content.comparable:
+            for reason in result.content.reasons or ["no reason is recorded"]:
+                lines.append(f"{result.path}: not comparable: {reason}")
     lines += _same_images(groups)
     differing = []
-    for name in [name for name in names if name not in varies or _is_fixed(name)]:
+    for name in names:
+        if name in varies and not _is_fixed(name):
+            continue
         # In the order of the results; those of a benchmark share one file.
         files: dict[str, dict[str, None]] = {}
         for result, one in zip(results, fields, strict=True):
@@ -150,35 +159,37 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
                 files.setdefault(one.get(name, _UNKNOWN), {})[str(result.path)] = None
         if len(files) > 1:
             differing.append(name)
-            values = "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
-            lines.append(f"{name}: {values}")
+            values = [f"{value} in {', '.join(paths)}" for value, paths in files.items()]
+            lines.append(f"{name}: {'; '.join(values)}")
     if lines:
-        is_mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
-        remedy = (
-            "; `varies` NAME declares a sampling setting that differs on purpose"
-            if is_mended
-            else ""
-        )
-        raise HddmError(f"these results do not compare{remedy}", lines)
+        text = "these results do not compare"
+        if len(lines) == len(differing) and not any(map(_is_fixed, differing)):
+            text += "; `varies` NAME declares a sampling setting that differs on purpose"
+        raise HddmError(text, lines)
 
 
 def _fields(content: Evaluation) -> dict[str, str]:
     """Fields that must agree, as texts; sampling settings by their own names."""
-    data = content.data
+    features, data = content.features, content.data
     fields: dict[str, Any] = {
-        f"features.{key}": getattr(content.features, key) for key in ("name", "hash", "resize")
+        "features.name": features.name,
+        "features.hash": features.hash,
+        "features.resize": features.resize,
+        "images": data.images.images,
+        "images.shape": data.images.shape,
     }
-    fields |= {"images": data.images.images, "images.shape": data.images.shape}
     for kind in _DATA:
-        for key in ("images", "hash"):
-            fields[f"{kind}.{key}"] = getattr(getattr(data, kind), key, None)
+        side = getattr(data, kind)
+        fields[f"{kind}.images"] = getattr(side, "images", None)
+        fields[f"{kind}.hash"] = getattr(side, "hash", None)
     fields["sampling"] = _UNKNOWN
     if content.sampling is not None:
         sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
         if not sampling.get("mask"):
             # Samples of format 1.5 have the default of what only a mask uses.
             sampling.pop("resampling_steps", None)
-        labels, names = sampling.get("class_labels"), sampling.pop("class_names", None)
+        labels = sampling.get("class_labels")
+        names = sampling.pop("class_names", None)
         if labels and names:
             pairs = zip(labels, names, strict=False)
             sampling["class_labels"] = [f"{label} ({name})" for label, name in pairs]
@@ -192,6 +203,7 @@ def _is_fixed(name: str) -> bool:
 
 
 def _same_images(groups: Sequence[ResultGroup]) -> list[str]:
+    """A line for each result of a group that measured the same images as an earlier one."""
     lines = []
     for group in groups:
         seen: dict[str, Result] = {}

@@ -58,7 +58,7 @@ class SplitScores(OpenRecord):
     kernel: KernelDistance | None = None
     overlap: PrecisionRecall | None = None
     real_overlap: PrecisionRecall | None = None
-    """Of training images in the place of the samples, and as many; None for the training images' own."""
+    """Of as many training images in the place of the samples; None if the split is of training images."""
 
 
 class DomainScores(OpenRecord):
@@ -161,23 +161,20 @@ class Scorer:
 
         Labels are class numbers of the training images, if these have some.
         """
-        features, (training, *fresh) = self._features(pixels), self.sides
+        features = self._features(pixels)
+        training, *fresh = self.sides
         further = self._classified(torch.from_numpy(features), labels)
         for side in fresh:
-            both = (pixels, side.pixels)
-            own, real = (nearest_distances(one, training.pixels, self.mirrored) for one in both)
+            own = nearest_distances(pixels, training.pixels, self.mirrored)
+            real = nearest_distances(side.pixels, training.pixels, self.mirrored)
             further["memorisation"] = memorisation(own, real, self.mirrored)
         if self.complete and labels is not None:
             further["within_conditions"] = self._within(torch.from_numpy(features), labels)
-        return Scores(
-            images=len(pixels),
-            splits=tuple(
-                self._against(side.split, features, known)
-                for side, known in zip(self.sides, self._known, strict=True)
-            ),
-            diversity=diversity(*(torch.from_numpy(one) for one in (features, self._known[0]))),
-            **further,
-        )
+        splits = []
+        for side, known in zip(self.sides, self._known, strict=True):
+            splits.append(self._against(side.split, features, known))
+        varied = diversity(torch.from_numpy(features), torch.from_numpy(self._known[0]))
+        return Scores(images=len(pixels), splits=tuple(splits), diversity=varied, **further)
 
     @cached_property
     def _known(self) -> list[Features]:
@@ -210,21 +207,23 @@ class Scorer:
             return {}
         probabilities = classifier.probabilities(features)
         real = classifier.probabilities(torch.from_numpy(self._known[-1]))
-        share, of_real = (
-            (one.amax(1) > RECOGNISED).double().mean().item() for one in (probabilities, real)
-        )
         found = probabilities.argmax(1)
         names = self.classes or [str(k) for k in range(probabilities.shape[1])]
         counts = found.bincount(minlength=len(names)).tolist()
         first = tuple(names[k] for k in found[:SHOWN].tolist())
         classes = dict(zip(names, counts, strict=False))
-        recognised = Recognised(share=share, real=of_real, classes=classes, first=first)
+        recognised = Recognised(
+            share=_recognised_share(probabilities),
+            real=_recognised_share(real),
+            classes=classes,
+            first=first,
+        )
         more: dict[str, Any] = {"recognised": recognised}
         if self.domains:
-            more["domains"] = tuple(
-                self._of_domain(name, features, found, torch.tensor(numbers))
-                for name, numbers in self.domains.items()
-            )
+            domains = []
+            for name, numbers in self.domains.items():
+                domains.append(self._of_domain(name, features, found, torch.tensor(numbers)))
+            more["domains"] = tuple(domains)
             if labels is not None:
                 more["label_accuracy"] = (found == labels).double().mean().item()
         return more
@@ -232,7 +231,8 @@ class Scorer:
     def _of_domain(
         self, name: str, features: Tensor, found: Tensor, classes: Tensor
     ) -> DomainScores:
-        own, splits = features[torch.isin(found, classes)], []
+        own = features[torch.isin(found, classes)]
+        splits = []
         for side, known in zip(self.sides, self._known, strict=True):
             assert side.labels is not None
             real = torch.from_numpy(known)[torch.isin(side.labels, classes)]
@@ -245,10 +245,12 @@ class Scorer:
         return DomainScores(domain=name, images=len(own), share=share, splits=tuple(splits))
 
     def _within(self, features: Tensor, labels: Tensor) -> ConditionDiversity | None:
-        found, reference = within_conditions(features, labels), None
+        found = within_conditions(features, labels)
         if not found:
             return None
-        if (classes := self.sides[0].labels) is not None:
+        reference = None
+        classes = self.sides[0].labels
+        if classes is not None:
             real = within_conditions(torch.from_numpy(self._known[0]), classes)
             if found.keys() <= real.keys():
                 reference = statistics.fmean(real[label] for label in found)
@@ -264,3 +266,8 @@ class Scorer:
                 progress(len(batch))
         features: Features = torch.cat(batches).double().numpy()
         return features
+
+
+def _recognised_share(probabilities: Tensor) -> float:
+    """Share of images whose class is recognised, from their probabilities (n, classes)."""
+    return (probabilities.amax(1) > RECOGNISED).double().mean().item()
