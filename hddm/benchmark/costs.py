@@ -92,7 +92,8 @@ def count_training(
 ) -> TrainingCost:
     """Count a training step of a command line, which may be of a student of few steps."""
     trajectories = _TRAJECTORIES if is_of_few_steps else 0
-    one, two = (_count_batch(words, run, size, trajectories) for size in (1, 2))
+    one = _count_batch(words, run, 1, trajectories)
+    two = _count_batch(words, run, 2, trajectories)
     image, update = two.step - one.step, 2 * one.step - two.step
     if not trajectories:
         return TrainingCost(image, update)
@@ -174,9 +175,8 @@ def _shape_at(path: Path, contents: Contents) -> Any:
         manifest = read_manifest(path)
         encoding = manifest.encoding
         shape = None if encoding is None else encoding.shape
-        text = (
-            None if manifest.text_encoder is None else manifest.text_encoder.model_dump(mode="json")
-        )
+        encoder = manifest.text_encoder
+        text = None if encoder is None else encoder.model_dump(mode="json")
         return [manifest.channels, manifest.size, len(manifest.classes), shape, text]
     if (path / EXPERT_FILE).is_file():
         configs = [read_json(one) for one in sorted(path.rglob("config.json"))]

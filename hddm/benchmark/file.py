@@ -20,7 +20,7 @@ that the user names. Settings are chosen on ``seeds`` and validation images; the
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,7 +58,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _seeds(value: Any) -> Any:
-    """A text or one number parsed, and a list as a tuple, which JSON does not have."""
+    """Parse a text or a single number of a file; a list, as JSON has it, becomes a tuple."""
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
     if isinstance(value, str):
@@ -191,7 +191,8 @@ class BenchmarkFile(Record):
     @model_validator(mode="after")
     def _names_what_there_is(self) -> "BenchmarkFile":
         """Refuse names and seeds that would go unnoticed or fail late."""
-        if both := sorted(self.steps.keys() & self.values):
+        both = sorted(self.steps.keys() & self.values)
+        if both:
             raise ValueError(f"{both[0]!r} is both a step and a value; rename one")
         for name in (*self.steps, *self.values):
             # Some disks do not tell capitals from small letters.
@@ -212,26 +213,30 @@ class BenchmarkFile(Record):
             raise ValueError(
                 f"a benchmark has at most {MOST_ROWS} rows, and these are {sum(sizes)}; vary less"
             )
-        listed = [name for table in self.tables.values() for name in table.rows]
-        listed += [*self.compare.candidates, *self.compare.baselines, *self.captions]
-        listed += [name for names in self.budgets.values() for name in names]
-        for names, known, what in (
-            (listed, self.rows, "row"),
-            ((*self.not_counted, *self.about), self.steps, "step"),
-        ):
-            if unknown := [name for name in names if name not in known]:
-                raise ValueError(
-                    f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}"
-                )
+        rows: list[str] = []
+        for table in self.tables.values():
+            rows += table.rows
+        rows += [*self.compare.candidates, *self.compare.baselines, *self.captions]
+        for names in self.budgets.values():
+            rows += names
+        _refuse_unknown(rows, self.rows, "row")
+        _refuse_unknown([*self.not_counted, *self.about], self.steps, "step")
         if getattr(self.evaluate, self.scored_on) is None:
             raise ValueError(
                 f"evaluate.{self.scored_on}: is required; name the images that are scored on"
             )
-        if twice := sorted(set(self.seeds) & set(self.confirmation_seeds)):
+        twice = sorted(set(self.seeds) & set(self.confirmation_seeds))
+        if twice:
             raise ValueError(
                 f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one"
             )
         return self
+
+
+def _refuse_unknown(names: Sequence[str], known: Mapping[str, Any], what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no {what} {name!r}: {choose(name, list(known))}")
 
 
 def preset_names() -> list[str]:
@@ -261,10 +266,9 @@ def read_benchmark(
             )
         path = _PRESETS / f"{which}.yaml"
     file = parse_record(read_yaml(path), BenchmarkFile, which)
-    if unknown := [name for name in values or () if name not in file.values]:
-        raise UsageError(
-            f"{which}: has no value {unknown[0]!r}; {choose(unknown[0], list(file.values))}"
-        )
+    for name in values or ():
+        if name not in file.values:
+            raise UsageError(f"{which}: has no value {name!r}; {choose(name, list(file.values))}")
     changes: dict[str, Any] = {"values": file.values | dict(values or {})}
     if workers is not None:
         changes["workers"] = workers
@@ -274,19 +278,17 @@ def read_benchmark(
                 f"`held_out`: {which} names no images as `evaluate.held_out`; add them there"
             )
         changes["split"] = "held_out"
-    is_confirmed = (
-        changes.get("split", file.scored_on) == "held_out" and file.evaluate.validation is not None
-    )
+    scored_on = changes.get("split", file.scored_on)
+    is_confirmed = scored_on == "held_out" and file.evaluate.validation is not None
     wanted = file.confirmation_seeds if is_confirmed else ()
     if seeds is not None:
         wanted = parse_seeds(seeds)
     reserved = file.seeds if is_confirmed else file.confirmation_seeds
-    if taken := sorted(set(wanted or file.seeds) & set(reserved)):
-        why = (
-            "used to choose settings"
-            if is_confirmed
-            else "reserved for confirmation (confirmation_seeds)"
-        )
+    taken = sorted(set(wanted or file.seeds) & set(reserved))
+    if taken:
+        why = "reserved for confirmation (confirmation_seeds)"
+        if is_confirmed:
+            why = "used to choose settings"
         raise HddmError(f"seed {taken[0]} is {why}; use other `seeds`")
     if wanted:
         changes |= {"seeds": wanted, "confirmation_seeds": ()}

@@ -162,10 +162,15 @@ class SeedPlan:
         (source,) = own.given["source"]
         model = self._model(source)
         is_one = model.kind.is_alone or (not model.verb and _is_expert(model))
-        varied = {key: one for key, one in change.items() if not is_one or key not in _ROUTED}
-        texts = [f"{one} steps" if key == "steps" else one for key, one in varied.items()]
-        is_named = len(table.rows or self.file.rows) > 1 or not texts
-        name = ", ".join([*([row] if is_named else []), *texts])
+        varied = {}
+        texts = []
+        for key, value in change.items():
+            if not is_one or key not in _ROUTED:
+                varied[key] = value
+                texts.append(f"{value} steps" if key == "steps" else value)
+        if len(table.rows or self.file.rows) > 1 or not texts:
+            texts.insert(0, row)
+        name = ", ".join(texts)
         is_plain = title == next(iter(self.file.tables)) or not (varied or table.sample)
         options = self._options(f"tables.{title}", "sample", split(self._with_values(table.sample)))
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
@@ -231,7 +236,10 @@ class SeedPlan:
 
     def _step(self, name: str, line: Line, known: Mapping[str, Step] | None = None) -> Step:
         """The step of a whole line, whose names are in ``known`` or those of steps."""
-        names = dict.fromkeys(found for word in line.words for found in names_in(word))
+        # A dictionary, since the order counts.
+        names: dict[str, None] = {}
+        for word in line.words:
+            names |= dict.fromkeys(names_in(word))
         self._refuse_missing_data(names)
         inputs = {}
         for found in names:
@@ -296,7 +304,7 @@ def slug(name: str) -> str:
 
 
 def _words_of(values: Mapping[str, str]) -> list[str]:
-    """Words of options by name."""
+    """Words of a command line that sets the options ``values``."""
     words: list[str] = []
     for name, value in values.items():
         words += [f"--{name.replace('_', '-')}", value]
@@ -304,12 +312,16 @@ def _words_of(values: Mapping[str, str]) -> list[str]:
 
 
 def _changes(table: Table) -> list[dict[str, str]]:
-    """What is varied in each row of a table: values by option."""
+    """Options to change in a row of the file, for each row of the table that is made of it."""
     changes: list[dict[str, str]] = [{}]
     if table.product:
         for key, values in table.vary.items():
-            changes = [change | {key: str(value)} for change in changes for value in values]
-    elif table.vary:
-        varied = [{key: str(value)} for key, values in table.vary.items() for value in values]
-        changes = varied if len(table.vary) == 1 else [{}, *varied]
-    return changes
+            combined = []
+            for change in changes:
+                combined += [change | {key: str(value)} for value in values]
+            changes = combined
+        return changes
+    for key, values in table.vary.items():
+        changes += [{key: str(value)} for value in values]
+    # With one option, the row as it is does not come first.
+    return changes[1:] if len(table.vary) == 1 else changes

@@ -72,6 +72,9 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
         "Images and features": results.real.model_dump(mode="json", include={"data", "features"}),
         "Machine and versions": results.machine,
     }
+    records = {}
+    for name, one in content.items():
+        records[name] = json.dumps(one, indent=2, ensure_ascii=False)
     page = _rendered(
         "report.html.j2",
         results,
@@ -81,9 +84,7 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
         measures=measures_table(results),
         rows=list(_pictured(folder, results)),
         costs=costs(results),
-        records={
-            name: json.dumps(one, indent=2, ensure_ascii=False) for name, one in content.items()
-        },
+        records=records,
     )
     write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page, encoding="utf-8"))
 
@@ -100,14 +101,18 @@ def _rendered(name: str, results: Results, **values: Any) -> str:
 
 
 def _markdown(table: CellTable) -> str:
-    return "\n".join(
-        markdown_table(table.head, [[cell.text for cell in row] for row in table.rows])
-    )
+    rows = []
+    for row in table.rows:
+        rows.append([cell.text for cell in row])
+    return "\n".join(markdown_table(table.head, rows))
 
 
 def _tables(results: Results, *names: str) -> list[CellTable]:
     """Tables of the benchmark, each followed by what its rows make of each domain."""
-    return [make(results, name) for name in names for make in (comparison_table, domain_table)]
+    tables = []
+    for name in names:
+        tables += [comparison_table(results, name), domain_table(results, name)]
+    return tables
 
 
 def comparison_table(results: Results, name: str) -> CellTable:
@@ -140,20 +145,27 @@ def domain_table(results: Results, name: str) -> CellTable:
         (f"to {results.images_of} images", results.decides),
         ("recall", f"splits.{results.split}.overlap.recall"),
     )
-    figures = [
-        (f"{one}: {title}", f"domains.{one}.{path}") for one in domains for title, path in of_each
-    ]
-    columns = _figures(results, [*figures, ("label accuracy", "label_accuracy")])
+    figures = []
+    for domain in domains:
+        for title, path in of_each:
+            figures.append((f"{domain}: {title}", f"domains.{domain}.{path}"))
+    figures.append(("label accuracy", "label_accuracy"))
+    columns: list[Column] = [("classes made", _classes_made), *_figures(results, figures)]
     rows = results.tables[name] if domains else ()
-    return _table(f"{name}, by domain", rows, [("classes made", _classes_made), *columns])
+    return _table(f"{name}, by domain", rows, columns)
 
 
 def _classes_made(row: Row) -> Cell:
     """How many classes have at least `LEAST` of the samples."""
     counts = [one.evaluation.recognised.classes for one in row.scored if one.evaluation.recognised]
-    totals = [sum(one[name] for one in counts) for name in (counts[0] if counts else ())]
-    made = [number for number in totals if number >= LEAST * sum(totals)]
-    return Cell(f"{len(made)} of {len(totals)}", len(made)) if counts else Cell(_NONE)
+    if not counts:
+        return Cell(_NONE)
+    totals = []
+    for name in counts[0]:
+        totals.append(sum(one[name] for one in counts))
+    least = LEAST * sum(totals)
+    made = sum(number >= least for number in totals)
+    return Cell(f"{made} of {len(totals)}", made)
 
 
 def measures_table(results: Results) -> CellTable:
@@ -188,20 +200,26 @@ def _verdict_columns(results: Results, table: str) -> Iterator[Column]:
 
 
 def _judged(by_row: dict[str, Comparison], row: Row) -> Cell:
-    if (one := by_row.get(row.name)) is None:
+    one = by_row.get(row.name)
+    if one is None:
         return Cell(_NONE)
     judgement = one.verdict.judgement
-    text = _signed(one.verdict.gap) + ("" if judgement == "no verdict" else f" {judgement}")
+    text = _signed(one.verdict.gap)
+    if judgement != "no verdict":
+        text += f" {judgement}"
     return Cell(text, one.verdict.gap, judgement)
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> CellTable:
     """Make a table, without columns that have nothing to show."""
-    cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
-    shown = [(head, each) for head, each in cells if any(one.text != _NONE for one in each)]
-    names = [Cell(row.name) for row in rows]
-    body = tuple(zip(names, *(each for _, each in shown), strict=True))
-    return CellTable(title, (title, *(head for head, _ in shown)), body)
+    heads = [title]
+    shown = [[Cell(row.name) for row in rows]]
+    for head, cell in columns:
+        cells = [cell(row) for row in rows]
+        if any(one.text != _NONE for one in cells):
+            heads.append(head)
+            shown.append(cells)
+    return CellTable(title, tuple(heads), tuple(zip(*shown, strict=True)))
 
 
 def _figures(results: Results, figures: Iterable[tuple[str, str]]) -> list[Column]:
@@ -220,33 +238,42 @@ def _flop(value: float | None) -> Cell:
 
 def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     """Sheets of real images and of each row of the first table, with what the first samples show."""
-    real = next(
-        shlex.split(step.command)[2] for step in results.steps if step.name.endswith("scores/real")
-    )
-    # Images of the user may be named by a path from where the benchmark was started.
-    named = folder / real if (folder / real).exists() else Path(real)
-    places = named_shards(named, are_held_out=True) or [named]
-    files = [path for place in places for path in sorted(place.rglob("*"))]
-    paths = [path for path in files if path.suffix in SUFFIXES]
+    paths = _real_images(folder, results)
     # From all over, since they are sorted by class.
     sheet = _sheet(paths[:: len(paths) // GRID_IMAGES or 1])
     yield {"name": f"real images, {results.images_of}", "first": [], "sheet": sheet}
     domains = results.settings.evaluate.domains
-    number_of = {name: k for k, names in enumerate(domains.values()) for name in names.split(",")}
+    number_of: dict[str, int] = {}
+    for k, names in enumerate(domains.values()):
+        number_of |= dict.fromkeys(names.split(","), k)
     for row in results.first:
         scores = row.one.evaluation
         paths = sorted((folder / shlex.split(row.one.command)[-1]).glob("*.png"))
         seen = scores.recognised.first if scores.recognised and domains else ()
+        first = []
+        for path, name in zip(paths, seen, strict=False):
+            address = data_address(path.read_bytes())
+            first.append((address, name, number_of.get(name, len(domains))))
+        shares = [f"{100 * one.share:.0f} % {one.domain}" for one in scores.domains]
         yield {
             "name": row.name,
             "caption": results.settings.captions.get(row.one.of, row.name),
-            "shares": ", ".join(f"{100 * one.share:.0f} % {one.domain}" for one in scores.domains),
-            "first": [
-                (data_address(path.read_bytes()), name, number_of.get(name, len(domains)))
-                for path, name in zip(paths, seen, strict=False)
-            ],
+            "shares": ", ".join(shares),
+            "first": first,
             "sheet": _sheet(paths),
         }
+
+
+def _real_images(folder: Path, results: Results) -> list[Path]:
+    """Files of the real images that the rows are scored on."""
+    commands = (step.command for step in results.steps if step.name.endswith("scores/real"))
+    real = shlex.split(next(commands))[2]
+    # Images of the user may be named by a path from where the benchmark was started.
+    named = folder / real if (folder / real).exists() else Path(real)
+    paths: list[Path] = []
+    for place in named_shards(named, are_held_out=True) or [named]:
+        paths += [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
+    return paths
 
 
 def _sheet(paths: Sequence[Path]) -> str:
@@ -278,22 +305,26 @@ def costs(results: Results) -> dict[str, Any]:
     """
     rows = results.rows
     # They repeat where there are more names.
-    colours = dict(
-        zip(dict.fromkeys(row.one.of for row in rows), itertools.cycle(COLOURS), strict=False)
-    )
-    markers = dict(
-        zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False)
-    )
+    next_colour = itertools.cycle(COLOURS)
+    next_marker = itertools.cycle(_MARKERS)
+    colours: dict[str, str] = {}
+    markers: dict[str, str] = {}
+    for row in rows:
+        if row.one.of not in colours:
+            colours[row.one.of] = next(next_colour)
+        if _strategy(row) not in markers:
+            markers[_strategy(row)] = next(next_marker)
 
     def panel(number: int) -> str:
         canvas = figure(figsize=(4.0, 2.9), layout="constrained")
         axes = canvas.subplots()
         for series in _by_steps([row for row in rows if row.one.evaluation.images == number]):
             found = [results.decisive(row) for row in series]
+            spreads = [one.spread or 0 for one in found]
             axes.errorbar(
                 [row.sampling_flop / 1e6 for row in series],
                 [one.mean for one in found],
-                [one.spread or 0 for one in found],
+                spreads,
                 color=colours[series[0].one.of],
                 marker=markers[_strategy(series[0])],
                 markersize=5,
@@ -321,6 +352,7 @@ def costs(results: Results) -> dict[str, Any]:
 
 
 def _strategy(row: Row) -> str:
+    """The strategy that the row was sampled with, as the legend names it."""
     return str(row.setting("strategy") or "one network")
 
 

@@ -5,6 +5,7 @@ deviation over training seeds. All figures of one file are of one split: validat
 chooses settings, held-out images in one that confirms them.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,9 @@ class Row:
     @cached_property
     def group(self) -> ResultGroup:
         """Its evaluations, as `hddm compare` takes them."""
-        results = (Result(Path(one.samples), one.evaluation, str(one.seed)) for one in self.scored)
+        results = []
+        for one in self.scored:
+            results.append(Result(Path(one.samples), one.evaluation, str(one.seed)))
         return ResultGroup(self.name, tuple(results))
 
     def figure(self, path: str) -> Figure | None:
@@ -159,7 +162,9 @@ class Row:
             pairs = [figures[name] for figures in each if name in figures]
             if not pairs:
                 continue
-            own, real = map(statistics.fmean, zip(*pairs, strict=True))
+            of_samples, of_real = zip(*pairs, strict=True)
+            own = statistics.fmean(of_samples)
+            real = statistics.fmean(of_real)
             if own < LEARNED * real:
                 lacking.append(f"{words} ({name} {number(own)}, real images {number(real)})")
         return " and ".join(lacking) or None
@@ -222,19 +227,16 @@ class Results(Record):
     @property
     def tables(self) -> dict[str, list[Row]]:
         """Rows over all seeds, by table."""
-        found: dict[str, dict[str, list[ScoredRow]]] = {}
+        scored: dict[str, dict[str, list[ScoredRow]]] = {}
         for one in self.scored:
-            found.setdefault(one.table, {}).setdefault(one.row, []).append(one)
-        return {
-            table: [
-                Row(
-                    tuple(each),
-                    tuple(model for model in self.models if model.model == each[0].model),
-                )
-                for each in rows.values()
-            ]
-            for table, rows in found.items()
-        }
+            scored.setdefault(one.table, {}).setdefault(one.row, []).append(one)
+        found: dict[str, list[Row]] = {}
+        for table, rows in scored.items():
+            found[table] = []
+            for each in rows.values():
+                trained = [model for model in self.models if model.model == each[0].model]
+                found[table].append(Row(tuple(each), tuple(trained)))
+        return found
 
     @property
     def first(self) -> list[Row]:
@@ -244,7 +246,7 @@ class Results(Record):
     @property
     def rows(self) -> list[Row]:
         """Rows of all tables."""
-        return [row for each in self.tables.values() for row in each]
+        return list(itertools.chain.from_iterable(self.tables.values()))
 
     @property
     def answers(self) -> list[Comparison]:
@@ -263,8 +265,13 @@ class Results(Record):
         flop = {row.one.of: row.training_flop for row in self.rows if row.training_flop}
         for budget, names in self.settings.budgets.items():
             known = sorted((flop[name], name) for name in names if name in flop)
-            if known and (percent := 100 * (known[-1][0] / known[0][0] - 1)) > PERCENT_UNEQUAL:
-                yield budget, known[-1][1], known[0][1], percent
+            if not known:
+                continue
+            least, cheapest = known[0]
+            most, dearest = known[-1]
+            percent = 100 * (most / least - 1)
+            if percent > PERCENT_UNEQUAL:
+                yield budget, dearest, cheapest, percent
 
     def decisive(self, row: Row) -> Figure:
         """The score of a row that verdicts are about."""
@@ -286,8 +293,16 @@ class Results(Record):
 def number(value: float, signed: bool = False) -> str:
     """A figure, rounded by its size."""
     size = abs(value)
-    decimals = 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3 if size >= 0.01 else 4
-    return f"{value:{'+' if signed else ''}.{decimals}f}".replace("-", "−")
+    if size >= 10:
+        decimals = 1
+    elif size >= 0.1 or size == 0:
+        decimals = 2
+    elif size >= 0.01:
+        decimals = 3
+    else:
+        decimals = 4
+    sign = "+" if signed else ""
+    return f"{value:{sign}.{decimals}f}".replace("-", "−")
 
 
 def read_results(folder: Path) -> Results:
@@ -316,7 +331,8 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
                 pairs.append(("setting", row, first))
         judged = verdicts([_contrast(results, ours, base) for _, ours, base in pairs])
         for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
-            a, b = (results.decisive(row).values for row in (ours, base))
+            a = results.decisive(ours).values
+            b = results.decisive(base).values
             yield Comparison(
                 table=table,
                 kind=kind,
@@ -329,20 +345,31 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 
 
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
-    why = None
-    failed = {row.name: why for row in (ours, base) if (why := row.why_not_learned) is not None}
-    fixed = dict.fromkeys(row.one.of for row in (ours, base) if row.group.is_one_model)
-    if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
-        why = "the same samples in every seed"
-    elif failed:
-        why = "; ".join(
-            f"{name}: did not learn, since {lacking}" for name, lacking in failed.items()
-        )
-    elif fixed:
-        why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
-    elif (a := ours.one.evaluation.images) != (b := base.one.evaluation.images):
-        why = f"{a:,} against {b:,} samples"
+    why = _why_not_judged(ours, base)
     return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
+
+
+def _why_not_judged(ours: Row, base: Row) -> str | None:
+    """The reason why two rows get no verdict, if there is one."""
+    # Dictionaries, since the order counts, and a name that both rows have is said once.
+    failed: dict[str, str] = {}
+    fixed: dict[str, None] = {}
+    for row in (ours, base):
+        lacking = row.why_not_learned
+        if lacking is not None:
+            failed[row.name] = f"{row.name}: did not learn, since {lacking}"
+        if row.group.is_one_model:
+            fixed[row.one.of] = None
+    if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
+        return "the same samples in every seed"
+    if failed:
+        return "; ".join(failed.values())
+    if fixed:
+        names = " and ".join(fixed)
+        return f"{names}: one set of weights in every seed, so no other training is judged"
+    own = ours.one.evaluation.images
+    other = base.one.evaluation.images
+    return f"{own:,} against {other:,} samples" if own != other else None
 
 
 def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
@@ -354,21 +381,20 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
     files = [path / RESULTS_FILE if path.is_dir() else path for path in paths]
     if not any(file.name == RESULTS_FILE and file.is_file() for file in files):
         return {"": read_groups(paths)}
-    found = {file: {row.name: row for row in read_results(file.parent).first} for file in files}
-    shared = [
-        name for name in next(iter(found.values())) if all(name in rows for rows in found.values())
-    ]
+    found: dict[Path, dict[str, Row]] = {}
+    for file in files:
+        found[file] = {row.name: row for row in read_results(file.parent).first}
+    shared: dict[str, list[ResultGroup]] = {}
+    for name in found[files[0]]:
+        if all(name in rows for rows in found.values()):
+            shared[name] = [_group(file, rows[name]) for file, rows in found.items()]
     if not shared:
-        raise HddmError(
-            "these benchmarks have no row of their first tables in common",
-            [f"{path}: {', '.join(rows)}" for path, rows in found.items()],
-        )
-    return {
-        name: [
-            ResultGroup(
-                str(file.parent), tuple(replace(one, path=file) for one in rows[name].group.results)
-            )
-            for file, rows in found.items()
-        ]
-        for name in shared
-    }
+        lines = [f"{file}: {', '.join(rows)}" for file, rows in found.items()]
+        raise HddmError("these benchmarks have no row of their first tables in common", lines)
+    return shared
+
+
+def _group(file: Path, row: Row) -> ResultGroup:
+    """The evaluations of a row, named by the benchmark that they are from."""
+    results = [replace(one, path=file) for one in row.group.results]
+    return ResultGroup(str(file.parent), tuple(results))

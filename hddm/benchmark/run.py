@@ -14,7 +14,6 @@ not continues as its own verb does. Results are written after each seed.
 import contextlib
 import datetime
 import io
-import itertools
 import logging
 import sys
 import time
@@ -134,13 +133,21 @@ def _run(
     backend: Backend | None,
 ) -> Results:
     before = _results_before(out, file)
-    steps = list({step.identity: step for plan in plans for step in plan.all}.values())
+    by_identity: dict[str, Step] = {}
+    for plan in plans:
+        by_identity |= {step.identity: step for step in plan.all}
+    steps = list(by_identity.values())
     _forget_damaged(steps)
     left = _left(steps)
-    planned, missing = sum(map(_with_counting, steps)), sum(map(_with_counting, left))
-    where = f", {file.workers} at a time" if backend is None else ""
-    was_finished = f"was finished on {before['date']}" if before else "all its steps are done"
-    text = f"{counted(len(left), 'step')} to run{where}" if left else was_finished
+    planned = sum(map(_with_counting, steps))
+    missing = sum(map(_with_counting, left))
+    if left:
+        where = f", {file.workers} at a time" if backend is None else ""
+        text = f"{counted(len(left), 'step')} to run{where}"
+    elif before:
+        text = f"was finished on {before['date']}"
+    else:
+        text = "all its steps are done"
     print(f"{out}: {text}", file=sys.stderr, flush=True)
 
     def now() -> list[str]:
@@ -167,7 +174,8 @@ def _results_before(out: Path, file: BenchmarkFile) -> dict[str, Any]:
     if not (out / RESULTS_FILE).is_file():
         return {}
     before = read_json(out / RESULTS_FILE, LARGEST)
-    then, now = dict(before.get("settings", {})), file.model_dump(mode="json")
+    then = dict(before.get("settings", {}))
+    now = file.model_dump(mode="json")
     for name in ("seeds", "workers"):
         then.pop(name, None)
         now.pop(name)
@@ -176,11 +184,13 @@ def _results_before(out: Path, file: BenchmarkFile) -> dict[str, Any]:
 
 def _forget_damaged(steps: Sequence[Step]) -> None:
     """Remove what steps wrote if it was changed or removed since, so that they run again."""
-    if not (done := [step for step in steps if step.is_done]):
+    done = [step for step in steps if step.is_done]
+    if not done:
         return
     hashes = HashCache(done[0].work.folder)
     for step in done:
-        if problem := step.damage(hashes):
+        problem = step.damage(hashes)
+        if problem:
             log.warning("%s: %s since it was written; this step runs again", step.label, problem)
             step.forget()
     hashes.keep()
@@ -190,7 +200,8 @@ def commands(file: BenchmarkFile, lines: CommandLine, data: Path | None = None) 
     """The command lines of a benchmark, in order, to be run in an empty folder."""
     yielded: set[str] = set()
     for plan in _plans(file, Work(Path("jobs")), lines, data):
-        yield f"mkdir -p scores{f' seed_{plan.seed}/scores' if plan.seed else ''}"
+        of_seed = f" seed_{plan.seed}/scores" if plan.seed else ""
+        yield f"mkdir -p scores{of_seed}"
         for step in plan.all:
             if step.label not in yielded:
                 yield step.shown
@@ -198,7 +209,7 @@ def commands(file: BenchmarkFile, lines: CommandLine, data: Path | None = None) 
 
 
 def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
-    """Refuse a folder of another kind, and without ``overwrite`` results of another file or other seeds."""
+    """Refuse a folder of another kind; unless ``overwrite``, also results of other settings or other seeds."""
     if is_empty(out):
         for draft in out.iterdir():
             # Of a process that was killed before it had written anything else.
@@ -212,7 +223,8 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
     if set(before.get("seeds", ())) <= set(file.seeds):
         # Additional seeds lose nothing.
         before["seeds"] = now["seeds"]
-    if differing := differences(before, now):
+    differing = differences(before, now)
+    if differing:
         raise HddmError(
             f"{out}: has results of other settings; choose another folder (`jobs` {out / 'jobs'} reuses "
             f"what is the same), or pass `overwrite=True` to replace the results",
@@ -221,7 +233,7 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
 
 
 def _with_counting(step: Step) -> int:
-    """Units of a step and of counting its operations, which equal steps share."""
+    """Units of progress of a step, and of counting its operations if that is done."""
     return step.units + (COUNTING if step.is_counted else 0)
 
 
@@ -250,7 +262,8 @@ def _do_all(
         if shows_commands and call.writes is not None:
             step = call.arguments["step"]
             about = plan.file.about.get(step.name)
-            progress.say((f"\n{about}\n" if about else "") + f"  {step.shown}")
+            introduction = f"\n{about}\n" if about else ""
+            progress.say(f"{introduction}  {step.shown}")
 
     def end(call: Call, seconds: float) -> None:
         report(call, 1.0)
@@ -273,27 +286,28 @@ def _do_all(
         _refuse_shared_images(plan)
     uncounted = {}
     for step in steps:
-        if step.is_counted and not step.work.has(cost := _cost(step)):
-            uncounted[cost] = step
+        if step.is_counted:
+            cost = _cost(step)
+            if not step.work.has(cost):
+                uncounted[cost] = step
     # Units of what was expected to be counted, and shares the count of another step.
     progress.skip(COUNTING * max(0, expected - len(uncounted)))
-    calls = [
-        call(_count, one, f"operations of {one.label}", units=COUNTING)
-        for one in uncounted.values()
-    ]
+    calls = []
+    for step in uncounted.values():
+        calls.append(call(_count, step, f"operations of {step.label}", units=COUNTING))
     workers.run(calls, report, start, end)
 
 
 def _refuse_shared_images(plan: SeedPlan) -> None:
     """Refuse validation images that are held-out images too, as soon as both are there."""
     splits = plan.splits
-    if len(splits) < 2 or not all(
-        one.is_done for step in splits.values() for one in step.inputs.values()
-    ):
+    if len(splits) < 2:
         return
-    part = plan.work.path(
-        "splits", hash_of([[name, step.identity] for name, step in splits.items()])
-    )
+    for step in splits.values():
+        if _left(step.inputs.values()):
+            return
+    identities = [[name, step.identity] for name, step in splits.items()]
+    part = plan.work.path("splits", hash_of(identities))
     if not plan.work.has(part):
         images: dict[Role, Path] = {}
         for name, step in splits.items():
@@ -315,7 +329,8 @@ def _cost(step: Step) -> Path:
 
 def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs are done, and record it; return its seconds."""
-    started, printed = time.perf_counter(), io.StringIO()
+    started = time.perf_counter()
+    printed = io.StringIO()
     if step.kind.is_training:
         wait_for_run(step.path)
     if not step.kind.continues:
@@ -382,13 +397,25 @@ def _link(out: Path, steps: Iterable[Step]) -> None:
 
 def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     """Results of the seeds that are done."""
-    steps = {step.label: step for plan in plans for step in plan.all}
+    steps: dict[str, Step] = {}
+    for plan in plans:
+        steps |= {step.label: step for step in plan.all}
     records = {step.identity: step.work.record(step.path) for step in steps.values()}
-    models = {
-        (row.model.label, plan.seed): _model(plan, row.model, records)
-        for plan in plans
-        for row in plan.rows
-    }
+    models = {}
+    for plan in plans:
+        for row in plan.rows:
+            models[row.model.label, plan.seed] = _model(plan, row.model, records)
+    scored = []
+    for table in file.tables:
+        for plan in plans:
+            for row in plan.rows:
+                if row.table == table:
+                    model = models[row.model.label, plan.seed]
+                    scored.append(_scored(row, plan.seed, model))
+    step_records = []
+    for step in steps.values():
+        seconds = records[step.identity]["seconds"]
+        step_records.append(StepRecord(name=step.label, command=step.shown, seconds=seconds))
     results = Results(
         name=file.name,
         split=file.scored_on,
@@ -398,20 +425,9 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         machine=machine(),
         real=read_result(plans[0].real.result),
         models=tuple(models.values()),
-        scored=tuple(
-            _scored(row, plan.seed, models[row.model.label, plan.seed])
-            for table in file.tables
-            for plan in plans
-            for row in plan.rows
-            if row.table == table
-        ),
+        scored=tuple(scored),
         same=tuple(_same(title, pair, plans) for title, pair in file.same.items()),
-        steps=tuple(
-            StepRecord(
-                name=step.label, command=step.shown, seconds=records[step.identity]["seconds"]
-            )
-            for step in steps.values()
-        ),
+        steps=tuple(step_records),
         comparisons=(),
         seconds=round(sum(one["seconds"] for one in records.values()), 1),
     )
@@ -420,10 +436,11 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
 
 def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]]) -> ModelResult:
     """What the training of a model took, without the steps that were there before."""
-    earlier = [plan.steps[name] for name in plan.file.not_counted]
-    before = {
-        one.identity for each in earlier if each.identity != step.identity for one in each.upstream
-    }
+    before: set[str] = set()
+    for name in plan.file.not_counted:
+        earlier = plan.steps[name]
+        if earlier.identity != step.identity:
+            before |= {one.identity for one in earlier.upstream}
     # Of a model without a verb, such as an expert within a step's ensemble, nothing is known.
     upstream = step.upstream if step.verb else []
     # Steps of several names ran once.
@@ -432,29 +449,37 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
         if one.identity not in before:
             own.setdefault(one.identity, one)
     parts = [one for one in own.values() if one.kind.is_training or one.verb == "calibrate"]
-    sizes = [trained_size(one) for one in parts]
-    fitting = [calibration_flop(one) for one in parts]
-    flop = list(fitting)
-    for k, (one, (steps, batch_size)) in enumerate(zip(parts, sizes, strict=True)):
-        if steps:
+    steps = []
+    batch_sizes = []
+    calibration = router = training = 0
+    for one in parts:
+        num_steps, batch_size = trained_size(one)
+        steps.append(num_steps)
+        batch_sizes.append(batch_size)
+        fitting = calibration_flop(one)
+        flop = fitting
+        if num_steps:
             cost = one.work.record(_cost(one))
-            flop[k] += steps * (batch_size * cost["image"] + cost["update"])
+            flop += num_steps * (batch_size * cost["image"] + cost["update"])
             if cost["trajectory"]:
-                flop[k] += one.values["trajectories"] * cost["trajectory"]
+                flop += one.values["trajectories"] * cost["trajectory"]
+        calibration += fitting
+        training += flop
+        if one.verb == "train router":
+            router += flop
     is_unknown = any(one.kind.is_uncounted or one.reads_a_finished_model for one in own.values())
     is_known = bool(parts) and not is_unknown
-    routers = [one.verb == "train router" for one in parts]
     return ModelResult(
         model=step.name,
         seed=plan.seed,
         hash=step.identity,
         folder=step.label,
         parts=tuple(one.name for one in parts),
-        steps=tuple(steps for steps, _ in sizes),
-        batch_sizes=tuple(size for _, size in sizes),
-        calibration_flop=sum(fitting) if is_known else None,
-        router_flop=sum(itertools.compress(flop, routers)) if is_known else None,
-        training_flop=sum(flop) if is_known else None,
+        steps=tuple(steps),
+        batch_sizes=tuple(batch_sizes),
+        calibration_flop=calibration if is_known else None,
+        router_flop=router if is_known else None,
+        training_flop=training if is_known else None,
         seconds=round(sum(records[one.identity]["seconds"] for one in parts), 1),
     )
 
@@ -480,13 +505,16 @@ def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
 
 def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> SameImages:
     """Count the images that two sampled folders have in common, and those that are equal."""
-    images, equal = 0, 0
+    first, second = names
+    images = equal = 0
     for plan in plans:
-        one, other = (plan.find(name).path for name in names)
+        one = plan.find(first).path
+        other = plan.find(second).path
         for path in one.glob("*.png"):
-            if (other / path.name).is_file():
+            twin = other / path.name
+            if twin.is_file():
                 images += 1
-                equal += path.read_bytes() == (other / path.name).read_bytes()
+                equal += path.read_bytes() == twin.read_bytes()
     return SameImages(title=title, images=images, equal=equal)
 
 

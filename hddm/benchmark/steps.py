@@ -70,10 +70,13 @@ _FREE = frozenset(
         "max_memory",
         "cache",
         "wandb",
+        "parallel",
+        "ray",
+        "retries",
+        "allow_config_change",
+        # What it says is in the values of other parameters.
+        "config",
     }
-    | {"parallel", "ray", "retries", "allow_config_change"}
-    # What it says is in the values of other parameters.
-    | {"config"}
 )
 """Parameters that decide no result."""
 SCORES = ".json"
@@ -132,13 +135,17 @@ class Contents:
 def _content_of(path: Path) -> str:
     if path.is_file():
         return sha256_of(path)
-    return hash_of(
-        [[name, None if file is None else sha256_of(file)] for name, file in _files_in(path)]
-    )
+    content = []
+    for name, file in _files_in(path):
+        content.append([name, None if file is None else sha256_of(file)])
+    return hash_of(content)
 
 
 def _files_in(path: Path) -> list[tuple[str, Path | None]]:
-    """Files of a folder by name, or a file itself, without hddm's caches; of circles of links the names."""
+    """Files of a folder by name, or the file that ``path`` is; hddm's caches are left out.
+
+    A circle of links, or a folder that is linked twice, has a name and no file.
+    """
     if not path.exists():
         raise HddmError(f"{path}: no such file or folder")
     if path.is_file():
@@ -170,6 +177,10 @@ def _text_of(path: Path) -> str:
 def _is_cache(name: str) -> bool:
     """True for what processes of hddm write beside the files that they read."""
     return name == HASHES or is_draft(name) or (name.startswith(".") and name.endswith(".lock"))
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / record).is_file() for record in _MODELS)
 
 
 @dataclass(frozen=True)
@@ -249,7 +260,7 @@ class Step:
     @property
     def reads_a_finished_model(self) -> bool:
         """True if it reads a model that no step made, whose training cost is not known."""
-        return any((path / record).is_file() for path in self.sources for record in _MODELS)
+        return any(map(_holds_model, self.sources))
 
     @cached_property
     def identity(self) -> str:
@@ -281,7 +292,8 @@ class Step:
         """A text with the identities of its inputs; the last part of a path is a name that verbs record."""
         identities = {name: step.identity for name, step in self.inputs.items()}
         last = Path(text).name
-        return f"{placed(text, identities)} {last if self._names(last) else ''}"
+        name = last if self._names(last) else ""
+        return f"{placed(text, identities)} {name}"
 
     def _names(self, text: str) -> list[str]:
         return [name for name in names_in(text) if name in self.inputs]
@@ -294,9 +306,9 @@ class Step:
     @property
     def result(self) -> Path:
         """What it writes."""
-        return (
-            self.path.with_name(self.path.name + SCORES) if self.verb == "evaluate" else self.path
-        )
+        if self.verb == "evaluate":
+            return self.path.with_name(self.path.name + SCORES)
+        return self.path
 
     @property
     def written(self) -> dict[str, Path]:
@@ -334,9 +346,11 @@ class Step:
         except HddmError:
             return "its record has changed"
         present = self._file_names
-        if missing := sorted(known.keys() - present):
+        missing = sorted(known.keys() - present)
+        if missing:
             return f"{missing[0]} was removed"
-        if added := sorted(present - known.keys()):
+        added = sorted(present - known.keys())
+        if added:
             return f"{added[0]} was added"
         changed = [name for name, sha256 in known.items() if not hashes.matches(name, sha256)]
         return f"{changed[0]} has changed" if changed else None
@@ -355,9 +369,8 @@ class Step:
     @property
     def links(self) -> dict[str, str]:
         """Paths of links of its own to its inputs, by name."""
-        return {
-            name: str(self.work.folder / INPUTS / self.path.name / name) for name in self.inputs
-        }
+        folder = self.work.folder / INPUTS / self.path.name
+        return {name: str(folder / name) for name in self.inputs}
 
     def link_inputs(self) -> None:
         """Make the links to its inputs, which carry their names, beside all jobs."""
@@ -378,12 +391,15 @@ class Step:
     def _command(self, places: Mapping[str, str], out: str) -> list[str]:
         known = {**places, "out": out, "data": str(self.data)}
         ending = SCORES if self.verb == "evaluate" else ""
-        return [*(placed(word, known) for word in self.line.words), "--out", out + ending]
+        words = [placed(word, known) for word in self.line.words]
+        return [*words, "--out", out + ending]
 
     @cached_property
     def upstream(self) -> list["Step"]:
         """This step and all steps that it depends on, each once, in the order in which they run."""
-        found = {one.name: one for step in self.inputs.values() for one in step.upstream}
+        found: dict[str, Step] = {}
+        for step in self.inputs.values():
+            found |= {one.name: one for one in step.upstream}
         return [*found.values(), self]
 
     @cached_property
