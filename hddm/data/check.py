@@ -69,7 +69,8 @@ class PartReport(Record):
             lines.append(f"  captions: {self.captions}, {self.empty_captions} of them empty")
         if self.bad:
             lines.append(f"  bad: {len(self.bad)}")
-            lines += [f"    {bad.kind}: {bad.reason}" for bad in self.bad]
+            for bad in self.bad:
+                lines.append(f"    {bad.kind}: {bad.reason}")
         return lines
 
 
@@ -84,18 +85,25 @@ class DataReport(Record):
     @property
     def bad(self) -> list[BadImage]:
         """Bad images of all parts."""
-        return [bad for part in self.parts for bad in part.bad]
+        found: list[BadImage] = []
+        for part in self.parts:
+            found += part.bad
+        return found
 
     def lines(self) -> list[str]:
         """Text of the report, which names each bad or repeated file."""
-        lines = [line for part in self.parts for line in part.lines()]
-        sizes = {size for part in self.parts for size in part.sizes}
+        lines: list[str] = []
+        sizes: set[str] = set()
+        for part in self.parts:
+            lines += part.lines()
+            sizes.update(part.sizes)
         if len(sizes) > 1:
             lines.append(f"images of {len(sizes)} sizes, and training takes one: {TO_ONE_SIZE}")
         repeated = len(self.duplicates)
         if repeated:
             lines.append(f"equal images: {repeated}")
-            lines += [f"  {' = '.join(group)}" for group in self.duplicates]
+            for group in self.duplicates:
+                lines.append(f"  {' = '.join(group)}")
         images = sum(part.images for part in self.parts)
         counts = f"{counted(images, 'image')}, {len(self.bad)} bad, {repeated} that "
         counts += "occurs more than once" if repeated == 1 else "occur more than once"
@@ -113,10 +121,13 @@ def check_data(
     """
     kind: Literal["images", "shard", "partition"] = "images"
     if (path / PARTITION_FILE).is_file():
-        kind, folders = "partition", [*find_shards(path), *find_held_out(path)]
-        sources = {folder.relative_to(path).as_posix(): open_images(folder) for folder in folders}
+        kind = "partition"
+        sources = {}
+        for folder in [*find_shards(path), *find_held_out(path)]:
+            sources[folder.relative_to(path).as_posix()] = open_images(folder)
     elif holds_shard(path):
-        kind, sources = "shard", {str(path): open_images(path)}
+        kind = "shard"
+        sources = {str(path): open_images(path)}
     else:
         sources = {str(path): open_source(path, caption_column, label_column)}
     parts = []
@@ -127,11 +138,12 @@ def check_data(
         ThreadPoolExecutor(THREADS) as pool,
     ):
         for name, source in sources.items():
-            modes, sizes, transparent = Counter[str](), Counter[str](), 0
+            modes = Counter[str]()
+            sizes = Counter[str]()
+            transparent = 0
             bad: list[BadImage] = []
-            looks = read_ahead(
-                pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD
-            )
+            batches = ([i] for i in range(len(source)))
+            looks = read_ahead(pool, partial(_look, source), batches, _AHEAD)
             for file, ((digest, found),) in zip(source.files, looks, strict=True):
                 if digest is not None:
                     copies[digest].append(f"{name}/{file}" if kind == "partition" else file)
@@ -143,8 +155,7 @@ def check_data(
                     sizes[size] += 1
                     transparent += is_transparent
                 advance(1)
-            members, captions = Counter(source.labels or ()), source.captions
-            classes = {one: members[k] for k, one in enumerate(source.classes)} if members else {}
+            captions = source.captions
             parts.append(
                 PartReport(
                     name=name,
@@ -152,9 +163,9 @@ def check_data(
                     modes=dict(modes.most_common()),
                     sizes=dict(sizes.most_common()),
                     transparent=transparent,
-                    classes=classes,
+                    classes=_class_sizes(source),
                     captions=None if captions is None else len(captions),
-                    empty_captions=sum(not caption.strip() for caption in captions or ()),
+                    empty_captions=sum(not text.strip() for text in captions or ()),
                     bad=bad,
                 )
             )
@@ -162,9 +173,18 @@ def check_data(
     return DataReport(path=str(path), kind=kind, parts=parts, duplicates=duplicates)
 
 
+def _class_sizes(source: ImageSource) -> dict[str, int]:
+    """Number of images of each class, in the order of the classes; empty for images without labels."""
+    members = Counter(source.labels or ())
+    if not members:
+        return {}
+    return {name: members[k] for k, name in enumerate(source.classes)}
+
+
 def _look(source: ImageSource, i: int) -> tuple[bytes | None, tuple[str, str, bool] | BadImage]:
     """Digest of the pixels, else of the file; and mode, size, transparency, or why the image is bad."""
-    name, digest = source.files[i], None
+    name = source.files[i]
+    digest = None
     try:
         content = source.read(i)
         digest = hashlib.sha256(content).digest()
@@ -172,8 +192,9 @@ def _look(source: ImageSource, i: int) -> tuple[bytes | None, tuple[str, str, bo
         height, width = found.pixels.shape[:2]
         return pixel_digest(found.pixels), (found.mode, f"{width}×{height}", found.is_transparent)
     except HddmError as error:
-        is_large = isinstance(error, OversizedImageError)
-        kind = "unreadable" if digest is None else "oversized" if is_large else "corrupt"
-        return digest, BadImage.model_validate(
-            {"name": name, "kind": kind, "reason": error.message}
-        )
+        kind: Literal["unreadable", "oversized", "corrupt"] = "corrupt"
+        if digest is None:
+            kind = "unreadable"
+        elif isinstance(error, OversizedImageError):
+            kind = "oversized"
+        return digest, BadImage(name=name, kind=kind, reason=error.message)

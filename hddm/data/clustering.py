@@ -205,7 +205,8 @@ def _chunks(order: Indices, k: int, size: int) -> Iterator[Indices]:
     tail = min(len(order), spare + k * -(-_TAIL // k)) if spare else 0
     units = (len(order) - tail) // k
     number = -(-units // (size // k))
-    bounds = [k * (units * i // number) for i in range(number)] + [len(order) - tail]
+    bounds = [k * (units * i // number) for i in range(number)]
+    bounds.append(len(order) - tail)
     for start, end in itertools.pairwise(bounds):
         yield order[start:end]
     if tail:

@@ -96,19 +96,19 @@ def encode_shards(
     shards = {folder: read_images_manifest(folder) for folder in folders}
     with Progress(None, "read the networks", is_drawn=False):
         encoder = _open_encoder(shards, settings)
-    row_bytes = sum(
-        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in encoder.layout.values()
-    )
-    rows, total = (
-        rows or max(1, FILE_BYTES // row_bytes),
-        sum(len(one.images) for one in shards.values()),
-    )
+    row_bytes = 0
+    for shape, dtype in encoder.layout.values():
+        row_bytes += torch.Size(shape).numel() * dtype.itemsize
+    rows = rows or max(1, FILE_BYTES // row_bytes)
+    total = 0
+    hashes: dict[str, str] = {}
+    for folder, shard in shards.items():
+        total += len(shard.images)
+        hashes[folder.relative_to(source).as_posix()] = shard.hash
     # Plain values that decide the content, apart from rounding: batches may become smaller. The format
     # decides how the parts of a draft are recorded.
     identity = {
-        "shards": {
-            folder.relative_to(source).as_posix(): shard.hash for folder, shard in shards.items()
-        },
+        "shards": hashes,
         "encoding": encoder.encoding.model_dump(mode="json"),
         "vae": encoder.vae_record and encoder.vae_record.model_dump(),
         "text_encoder": encoder.text_record and encoder.text_record.model_dump(),
@@ -127,19 +127,22 @@ def encode_shards(
         written = sum(path.stat().st_size for path in draft.whole.rglob("data-*.safetensors"))
         refuse_full_disk(out, total * row_bytes - written)
         for folder, shard in shards.items():
-            place, files = folder.relative_to(source), list[DataFile]()
+            place = folder.relative_to(source)
+            files: list[DataFile] = []
             (draft.whole / place).mkdir(parents=True, exist_ok=True)
             for number, start in enumerate(range(0, len(shard.images), rows)):
                 name = place / f"data-{number:05d}.safetensors"
                 entries = shard.images[start : start + rows]
-                if (found := draft.done(draft.parts / name)) is not None:
+                found = draft.done(draft.parts / name)
+                if found is not None:
                     done = DataFile.model_validate(found)
                     advance.skip(len(entries))
                 else:
                     done = _write_file(draft.whole / name, encoder, folder, entries, pool, advance)
-                    hashes = {f"whole/{name.as_posix()}": done.facts.sha256}
-                    draft.finish(draft.parts / name, done.model_dump(mode="json"), hashes)
-                bad += [f"{folder / one.file}: {one.reason}" for one in done.skipped]
+                    written_files = {f"whole/{name.as_posix()}": done.facts.sha256}
+                    draft.finish(draft.parts / name, done.model_dump(mode="json"), written_files)
+                for one in done.skipped:
+                    bad.append(f"{folder / one.file}: {one.reason}")
                 if len(bad) > settings.max_bad:
                     raise too_many_bad(source, bad, settings.max_bad)
                 files.append(done)
@@ -161,27 +164,24 @@ def _write_file(
     size = encoder.settings.batch_size
     batches = [entries[start : start + size] for start in range(0, len(entries), size)]
     # No rows at first, since every image may be skipped.
-    encoded = [
-        {
-            key: torch.empty((0, *shape), dtype=dtype)
-            for key, (shape, dtype) in encoder.layout.items()
-        }
-    ]
+    encoded = [encoder.no_rows()]
     skipped: list[Skipped] = []
     read = read_ahead(pool, partial(encoder.read, folder), batches, _AHEAD)
     for batch, images in zip(batches, read, strict=True):
-        skipped += [image for image in images if isinstance(image, Skipped)]
-        kept = [
-            (image, one)
-            for image, one in zip(images, batch, strict=True)
-            if isinstance(image, Tensor)
-        ]
+        pixels: list[Tensor] = []
+        kept: list[ImageEntry] = []
+        for image, entry in zip(images, batch, strict=True):
+            if isinstance(image, Skipped):
+                skipped.append(image)
+            else:
+                pixels.append(image)
+                kept.append(entry)
         if kept:
-            encoded.append(
-                encoder.rows(torch.stack([image for image, _ in kept]), [one for _, one in kept])
-            )
+            encoded.append(encoder.rows(torch.stack(pixels), kept))
         advance(len(batch))
-    tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in encoder.layout}
+    tensors: dict[str, Tensor] = {}
+    for key in encoder.layout:
+        tensors[key] = torch.cat([rows[key] for rows in encoded])
     write_whole(path, partial(save_file, tensors))
     facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(entries) - len(skipped))
     return DataFile(facts=facts, skipped=tuple(skipped))
@@ -196,6 +196,9 @@ def _write_manifest(
         tokens = encoder.narrowed(TOKENS, embed(*encoder.text, [""]).tokens, [])
         save_file({TOKENS: tokens}, folder / NULL)
         null = FileRecord(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
+    skipped: list[Skipped] = []
+    for done in files:
+        skipped += done.skipped
     added = {
         "format": FORMAT,
         "encoding": encoder.encoding,
@@ -203,7 +206,7 @@ def _write_manifest(
         "text_encoder": encoder.text_record,
         "data": tuple(done.facts for done in files),
         "null": null,
-        "skipped": tuple(one for done in files for one in done.skipped),
+        "skipped": tuple(skipped),
     }
     manifest = source.model_copy(update=added)
     write_json(folder / SHARD_FILE, manifest.model_dump(mode="json"))
@@ -227,6 +230,13 @@ class _Encoder:
         """Shape of a row and dtype of each tensor."""
         return layout_of(self.encoding, self.vae_record, self.text_record)
 
+    def no_rows(self) -> dict[str, Tensor]:
+        """Every tensor of a data file, with zero rows."""
+        empty: dict[str, Tensor] = {}
+        for name, (shape, dtype) in self.layout.items():
+            empty[name] = torch.empty((0, *shape), dtype=dtype)
+        return empty
+
     def read(self, folder: Path, entry: ImageEntry) -> Tensor | Skipped:
         """Pixels (C, H, W) of an image in uint8, gray repeated to RGB, or why it is skipped."""
         path = folder / entry.file
@@ -248,15 +258,15 @@ class _Encoder:
             rows[PIXELS] = pixels
         else:
             images = to_unit_range(pixels)
-            for prefix in ("", MIRRORED) if self.encoding.mirrored else ("",):
+            prefixes = ("", MIRRORED) if self.encoding.mirrored else ("",)
+            for prefix in prefixes:
                 moments = encode(self.vae, images.flip(-1) if prefix else images)
                 for name, values in zip((MEAN, DEVIATION), moments, strict=True):
                     if values is not None:
                         rows[prefix + name] = self.narrowed(prefix + name, values, entries)
         if self.text is not None:
-            tokens = embed(
-                *self.text, [str(entry.caption) for entry in entries], warns=False
-            ).tokens
+            captions = [str(entry.caption) for entry in entries]
+            tokens = embed(*self.text, captions, warns=False).tokens
             rows[TOKENS] = self.narrowed(TOKENS, tokens, entries)
         return rows
 
@@ -281,19 +291,21 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
     captions = _captions(shards, settings)
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
-    _, height, width = shape = images = _shape(shards, settings.resolution)
+    shape = images = _shape(shards, settings.resolution)
+    _, height, width = shape
     network, vae_record = None, None
     if vae is not None:
-        network, vae_record = read_vae(vae), vae_facts(vae)
+        network = read_vae(vae)
+        vae_record = vae_facts(vae)
         # Not diffusers' own `to`, which warns of casts that do not happen here.
         nn.Module.to(network, device)
-        factor, own = scale_of(network), int(network.config.in_channels)
+        factor = scale_of(network)
         if height % factor or width % factor:
             raise HddmError(
                 f"{vae}: encodes sides that are multiples of {factor}, not {width}×{height}; "
                 "change `resolution`"
             )
-        images = own, height, width
+        images = int(network.config.in_channels), height, width
         shape = int(network.config.latent_channels), height // factor, width // factor
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
@@ -304,7 +316,8 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
                 f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}"
             )
         for folder, texts in captions.items():
-            if cut := len(cuts(words, texts, text_record.tokens)):
+            cut = len(cuts(words, texts, text_record.tokens))
+            if cut:
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
                 log.warning(message, folder, cut, len(texts), text_record.tokens)
         text = (read_text_encoder(text_encoder), words)
@@ -346,7 +359,10 @@ def _captions(
 
 def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tuple[int, int, int]:
     """Shape (C, H, W) of all images, after resizing; refused if sizes differ."""
-    sizes = {(resolution, resolution) if resolution else shard.size for shard in shards.values()}
+    if resolution:
+        sizes: set[tuple[int, int] | None] = {(resolution, resolution)}
+    else:
+        sizes = {shard.size for shard in shards.values()}
     size = sizes.pop()
     if sizes or size is None:
         text = "holds images of several sizes; bring them to one with `resolution`"

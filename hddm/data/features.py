@@ -107,11 +107,9 @@ class PixelPca:
             work.finish(path, {}, {path.name: sha256_of(path)})
         basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
         height, width = basis["size"].tolist()
-        self._size, self._mean, self._components = (
-            (height, width),
-            basis["mean"],
-            basis["components"],
-        )
+        self._size = (height, width)
+        self._mean = basis["mean"]
+        self._components = basis["components"]
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         """Features of images (H, W, 3) of any size."""
@@ -131,14 +129,15 @@ class PixelPca:
             except HddmError:
                 # Extraction reads every image and will count this one as broken.
                 continue
-            sizes.append(image.shape[:2])
-            small.append(_shrunk(image, tuple(min(SIDE, side) for side in image.shape[:2])))
+            height, width = image.shape[:2]
+            sizes.append((height, width))
+            small.append(_shrunk(image, (min(SIDE, height), min(SIDE, width))))
         if not small:
             raise HddmError(
                 f"{source.root}: none of {count} images can be read; hddm data check shows why"
             )
-        height, width = (min(SIDE, side) for side in np.median(sizes, axis=0).astype(int).tolist())
-        self._size = (height, width)
+        height, width = np.median(sizes, axis=0).astype(int).tolist()
+        self._size = (min(SIDE, height), min(SIDE, width))
         flat = self._flat(small)
         decomposition = optional("sklearn.decomposition", "hddm partition", "train")
         start = seed_of(self._seed, Use.FEATURE_COMPONENTS) % 2**32
@@ -151,9 +150,8 @@ class PixelPca:
 
     def _flat(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         small = np.stack([_shrunk(image, self._size) for image in images])
-        flat: NDArray[np.float32] = small.reshape(len(small), -1).astype(np.float32) / np.float32(
-            255
-        )
+        values = small.reshape(len(small), -1).astype(np.float32)
+        flat: NDArray[np.float32] = values / np.float32(255)
         return flat
 
 
@@ -215,7 +213,8 @@ class VisionModel:
             reason = one_line(error)
             text = f"cannot be opened as {kind} ({reason}); fetch it again"
             raise HddmError(f"{self._folder}: {text}") from error
-        if missing := sorted(loaded["missing_keys"]):
+        missing = sorted(loaded["missing_keys"])
+        if missing:
             text = f"its weights lack {len(missing)} tensors of {kind}, as {missing[0]}; fetch it again"
             raise HddmError(f"{self._folder}: {text}")
         self._model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -312,27 +311,38 @@ def compute_features(
         work.begin(
             identity, f"{folder}: {text}; remove it, or name another folder with `cache`", replace
         )
-        paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
-        known = {path: done["broken"] for path in paths if (done := work.done(path)) is not None}
+        num_parts = -(-len(source) // part)
+        paths = [folder / f"part_{number:05d}.safetensors" for number in range(num_parts)]
+        known: dict[Path, dict[Any, Any]] = {}
+        for path in paths:
+            done = work.done(path)
+            if done is not None:
+                known[path] = done["broken"]
         if len(known) < len(paths):
             extractor.prepare(source, folder)
         for number, path in enumerate(paths):
             rows = range(number * part, min((number + 1) * part, len(source)))
-            found = (
-                known[path] if path in known else _write_part(work, path, source, extractor, rows)
-            )
-            broken |= {int(row): str(reason) for row, reason in found.items()}
+            found = known.get(path)
+            if found is None:
+                found = _write_part(work, path, source, extractor, rows)
+            for row, reason in found.items():
+                broken[int(row)] = str(reason)
             if len(broken) > max_bad:
                 raise too_many_bad(source.root, list(broken.values()), max_bad)
             count = advance.skip if path in known else advance
             count(len(rows))
         read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
-    names = ("sound", "files", "pixels", "shapes")
-    numbers, files, pixels, shapes = (
-        torch.cat([one[name] for one in read]).numpy() for name in names
-    )
+
+    def all_of(name: str) -> NDArray[Any]:
+        return torch.cat([one[name] for one in read]).numpy()
+
     return ImageFeatures(
-        numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read))
+        rows=all_of("sound"),
+        files=all_of("files"),
+        pixels=all_of("pixels"),
+        shapes=all_of("shapes"),
+        broken=broken,
+        features=Rows(tuple(one["features"] for one in read)),
     )
 
 

@@ -33,12 +33,16 @@ def open_held_out(path: Path, training: Shard) -> Shard:
     """
     folders = named_shards(path, are_held_out=True)
     own = [folder for folder in folders if read_manifest(folder).held_out_of == training.hash]
-    opened = [(open_shard(folder), read_manifest(folder).rows) for folder in own or folders]
-    opened = opened or [_open_images(path, training.shape[0])]
+    opened: list[tuple[Shard, list[ImageEntry]]] = []
+    for folder in own or folders:
+        opened.append((open_shard(folder), read_manifest(folder).rows))
+    if not opened:
+        opened = [_open_images(path, training.shape[0])]
     shards = [shard for shard, _ in opened]
     found = shards[0] if len(shards) == 1 else joined(shards, path)
     if (found.shape, found.vae) != (training.shape, training.vae):
-        one, two = (f"{each.space} of shape {each.shape}" for each in (found, training))
+        one = f"{found.space} of shape {found.shape}"
+        two = f"{training.space} of shape {training.shape}"
         vae = " by another VAE" if one == two else ""
         text = f"holds {one}, and {training.folder} {two}{vae}; encode both alike (hddm encode)"
         raise HddmError(f"`held_out` {path}: {text}")
@@ -51,12 +55,17 @@ def _refuse_trained(
 ) -> None:
     """Refuse images of ``training`` in the shards ``opened``, each with the image of every sample."""
     # hddm partition keeps equal images together, so that none is in two parts of one partition.
-    kept = {shard.partition if shard.held_out_of else None for shard, _ in opened}
+    kept: set[str | None] = set()
+    for shard, _ in opened:
+        kept.add(shard.partition if shard.held_out_of else None)
     if training.partition is not None and kept == {training.partition}:
         return
     entries = read_manifest(training.folder).rows
-    known = dict(zip(_contents(training, entries), (entry.file for entry in entries), strict=True))
-    shared, total = {}, 0
+    known: dict[str, str] = {}
+    for entry, content in zip(entries, _contents(training, entries), strict=True):
+        known[content] = entry.file
+    shared: dict[str, str] = {}
+    total = 0
     for shard, own in opened:
         total += len(shard)
         for entry, content in zip(own, _contents(shard, own), strict=True):

@@ -190,7 +190,8 @@ def fit_image(image: Image.Image, resolution: int, name: object = "image") -> Im
         image = image.resize(size, Image.Resampling.LANCZOS)
     if size == (resolution, resolution):
         return image
-    left, top = (round((side - resolution) / 2) for side in size)
+    left = round((size[0] - resolution) / 2)
+    top = round((size[1] - resolution) / 2)
     return image.crop((left, top, left + resolution, top + resolution))
 
 
@@ -212,8 +213,10 @@ def contact_sheet(
     sheet = Image.new("RGB", size, _GRAY_LEVEL)
     for number, item in enumerate(items):
         image = _scaled(read(item).convert("RGB"), cell)
-        top, left = (place * pitch for place in divmod(number, columns))
-        sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))
+        row, column = divmod(number, columns)
+        left = column * pitch + (cell - image.width) // 2
+        top = row * pitch + (cell - image.height) // 2
+        sheet.paste(image, (left, top))
     return sheet
 
 
@@ -222,8 +225,9 @@ def _scaled(image: Image.Image, side: int) -> Image.Image:
     if longest <= side:
         factor = side // longest
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    size = tuple(max(1, round(one * side / longest)) for one in image.size)
-    return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
+    width = max(1, round(image.width * side / longest))
+    height = max(1, round(image.height * side / longest))
+    return image.resize((width, height), Image.Resampling.LANCZOS)
 
 
 @dataclass(frozen=True)
@@ -297,10 +301,13 @@ def save_png(
     pixels: "Tensor", file: Path | BinaryIO, texts: Mapping[str, str] | None = None
 ) -> None:
     """Write one image (C, H, W) in uint8, with ``texts`` by keyword as chunks of the PNG."""
-    array, info = pixels.permute(1, 2, 0).numpy(), PngInfo()
+    array = pixels.permute(1, 2, 0).numpy()
+    info = PngInfo()
     for key, text in (texts or {}).items():
         info.add_itxt(key, text)
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array).save(file, "png", pnginfo=info)
+    if array.shape[2] == 1:
+        array = array[..., 0]
+    Image.fromarray(array).save(file, "png", pnginfo=info)
 
 
 TRAINING, HELD_OUT = "train", "held_out"

@@ -10,7 +10,7 @@ trained on in another. In return, the held-out share is exact only on average.
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -101,12 +101,13 @@ def partition(
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(settings.features, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    passing = (
-        TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent)
-        if cache is None
-        else None
-    )
-    with passing or nullcontext(str(cache)) as place:
+    if cache is None:
+        feature_folder: AbstractContextManager[str] = TemporaryDirectory(
+            prefix=f".{out.name}.features-", dir=out.parent
+        )
+    else:
+        feature_folder = nullcontext(str(cache))
+    with feature_folder as place:
         found = compute_features(source, extractor, Path(place), settings.max_bad, replace_cache)
         fine = 0 if shard_of is not None else FINE_PER_SHARD * num_shards
         if shard_of is None:
@@ -116,16 +117,16 @@ def partition(
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
         is_held_out = numbers < held_out
-        sizes, held = (
-            np.bincount(assignment[side], minlength=num_shards).tolist()
-            for side in (~is_held_out, is_held_out)
-        )
-        if (left := min(sizes)) < MIN_IMAGES:
+        sizes = np.bincount(assignment[~is_held_out], minlength=num_shards).tolist()
+        held = np.bincount(assignment[is_held_out], minlength=num_shards).tolist()
+        left = min(sizes)
+        if left < MIN_IMAGES:
             options = f"with `shards` {num_shards}, `held_out` {held_out:g}"
             needs = f"has {counted(left, 'image')} left to train on and needs {MIN_IMAGES}"
             text = f"{options} shard {sizes.index(left)} {needs}; use a smaller `held_out`, or fewer shards"
             raise HddmError(f"{source.root}: {text}")
         with new_folder(out, PARTITION_FILE, overwrite) as draft:
+            hashes = _write_shards(source, found, assignment, is_held_out, num_shards, draft, cache)
             record = PartitionRecord(
                 format=FORMAT,
                 images=len(found),
@@ -134,9 +135,7 @@ def partition(
                 fine_clusters=fine,
                 seed=seed,
                 sizes=sizes,
-                hashes=_write_shards(
-                    source, found, assignment, is_held_out, num_shards, draft, cache
-                ),
+                hashes=hashes,
                 held_out_share=held_out,
                 held_out=tuple(held) if held_out else (),
                 copies=len(found) - len(np.unique(found.pixels, axis=0)),
@@ -151,19 +150,20 @@ def _shard_of_class(
     source: ImageSource, classes: Sequence[Sequence[str]], num_shards: int
 ) -> Indices:
     """Shard of each class number; refuses ``classes`` that are not the source's, each once."""
-    named = [name for names in classes for name in names]
-    if (
-        source.labels is None
-        or sorted(named) != sorted(source.classes)
-        or len(classes) != num_shards
-    ):
+    named: list[str] = []
+    for names in classes:
+        named += names
+    are_all = sorted(named) == sorted(source.classes)
+    if source.labels is None or not are_all or len(classes) != num_shards:
         raise HddmError(
             f"{source.root}: its classes are {', '.join(source.classes) or 'unknown'}; name each of them in "
             f"one of {num_shards} shards, not {[*map(list, classes)]}"
         )
-    return np.array(
-        [next(k for k, names in enumerate(classes) if name in names) for name in source.classes]
-    )
+    shard_of_name: dict[str, int] = {}
+    for k, names in enumerate(classes):
+        for name in names:
+            shard_of_name[name] = k
+    return np.array([shard_of_name[name] for name in source.classes])
 
 
 def _write_shards(
@@ -177,32 +177,30 @@ def _write_shards(
 ) -> list[str]:
     """Write each shard and its held-out images; returns the hashes of the training shards."""
     parts = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
-    parts += [
-        (k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()
-    ]
-    chosen = [np.flatnonzero((shard == k) & (held_out == is_kept)) for k, _, is_kept in parts]
-    entries = [
-        _write_images(source, features, rows, target, cache)
-        for (_, target, _), rows in zip(parts, chosen, strict=True)
-    ]
+    for k in np.unique(shard[held_out]).tolist():
+        parts.append((k, folder / HELD_OUT / f"shard_{k}", True))
+    chosen: list[Indices] = []
+    entries: list[list[ImageEntry]] = []
+    for k, target, is_kept in parts:
+        rows = np.flatnonzero((shard == k) & (held_out == is_kept))
+        chosen.append(rows)
+        entries.append(_write_images(source, features, rows, target, cache))
     hashes = [shard_hash(one, source.classes) for one in entries]
     of_all = hashlib.sha256("\n".join(hashes[:num_shards]).encode()).hexdigest()
-    for (k, target, is_kept), rows, images, digest in zip(
-        parts, chosen, entries, hashes, strict=True
-    ):
-        shapes = features.shapes[rows]
+    for number, (k, target, is_kept) in enumerate(parts):
+        shapes = features.shapes[chosen[number]]
         is_one_size = (shapes[:, :2] == shapes[0, :2]).all()
         manifest = ShardManifest(
             format=FORMAT,
             shard=k,
             num_shards=num_shards,
             classes=list(source.classes),
-            hash=digest,
+            hash=hashes[number],
             partition=of_all,
             held_out_of=hashes[k] if is_kept else None,
             channels=3 if (shapes[:, 2] == 3).any() else 1,
             size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
-            images=images,
+            images=entries[number],
         )
         write_json(target / SHARD_FILE, manifest.model_dump())
     return hashes[:num_shards]
@@ -216,7 +214,8 @@ def _write_images(
     for place in chosen.tolist():
         row = int(features.rows[place])
         name = f"images/{source.files[row]}"
-        copy, path = folder / name, source.images[row].path
+        copy = folder / name
+        path = source.images[row].path
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path is None:
             copy.write_bytes(source.read(row))
@@ -224,11 +223,9 @@ def _write_images(
             link_or_copy(path, copy)
         sha256 = sha256_of(copy)
         if sha256 != features.files[place].tobytes().hex():
-            remedy = (
-                f"remove {cache}, or name another folder with `cache`"
-                if cache
-                else "partition again"
-            )
+            remedy = "partition again"
+            if cache:
+                remedy = f"remove {cache}, or name another folder with `cache`"
             text = f"changed since its features were computed; {remedy}"
             raise HddmError(f"{source.root / source.files[row]}: {text}")
         label = None if source.labels is None else int(source.labels[row])
@@ -281,7 +278,11 @@ def _classes(
     np.add.at(counts, (shard, labels), 1)
     totals = counts.sum(0)
     order = np.argsort(-counts, axis=1, kind="stable")[:, :_CLASSES]
-    return [
-        [(source.classes[c], int(one[c]), float(one[c] / totals[c])) for c in line if one[c]]
-        for one, line in zip(counts, order.tolist(), strict=True)
-    ]
+    found: list[list[tuple[str, int, float]]] = []
+    for own, most_frequent in zip(counts, order.tolist(), strict=True):
+        line: list[tuple[str, int, float]] = []
+        for c in most_frequent:
+            if own[c]:
+                line.append((source.classes[c], int(own[c]), float(own[c] / totals[c])))
+        found.append(line)
+    return found

@@ -185,8 +185,12 @@ def find_shards(folder: Path) -> list[Path]:
 
 def find_held_out(folder: Path) -> list[Path]:
     """Existing held-out shards of a partition, in order; raises `HddmError` if ``folder`` is no partition."""
-    found = [folder / HELD_OUT / shard.name for shard in find_shards(folder)]
-    return [shard for shard in found if shard.is_dir()]
+    found: list[Path] = []
+    for shard in find_shards(folder):
+        held_out = folder / HELD_OUT / shard.name
+        if held_out.is_dir():
+            found.append(held_out)
+    return found
 
 
 def named_shards(path: Path, are_held_out: bool) -> list[Path]:
@@ -312,11 +316,10 @@ def open_images(folder: Path) -> ImageSource:
     """
     manifest = read_images_manifest(folder)
     entries = manifest.images
-    return ImageSource(
-        folder,
-        [entry.file for entry in entries],
-        tuple(manifest.classes),
-        entry_labels(entries),
-        captions_of(entries),
-        [SourceImage(partial(read_content, folder, entry), 0) for entry in entries],
-    )
+    files: list[str] = []
+    images: list[SourceImage] = []
+    for entry in entries:
+        files.append(entry.file)
+        images.append(SourceImage(partial(read_content, folder, entry), 0))
+    classes = tuple(manifest.classes)
+    return ImageSource(folder, files, classes, entry_labels(entries), captions_of(entries), images)

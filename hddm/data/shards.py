@@ -70,9 +70,9 @@ class Rows:
         where = torch.searchsorted(self._ends, rows, right=True)
         for k in where.unique().tolist():
             here = where == k
-            taken[here] = self.parts[k][rows[here] - (int(self._ends[k]) - len(self.parts[k]))].to(
-                dtype
-            )
+            part = self.parts[k]
+            first = int(self._ends[k]) - len(part)
+            taken[here] = part[rows[here] - first].to(dtype)
         return taken
 
 
@@ -108,7 +108,8 @@ class Samples:
         self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
     ) -> Tensor:
         """As `hddm.data.shards.Shard.take`; raises `HddmError` for ``flip`` without encoded mirror images."""
-        mine, mirrored = rows[own], None if flip is None else flip[own]
+        mine = rows[own]
+        mirrored = None if flip is None else flip[own]
         if self.vae is None:
             images = to_unit_range(self.main.take(mine))
             if mirrored is None:
@@ -116,7 +117,8 @@ class Samples:
             return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         z = self._either(MEAN, mine, mirrored)
         if noise is not None and DEVIATION in self.tensors:
-            drawn, shards = torch.empty(len(rows), *self.shape), self.shard_of(rows)
+            drawn = torch.empty(len(rows), *self.shape)
+            shards = self.shard_of(rows)
             for shard in shards.unique().tolist():
                 here = shards == shard
                 drawn[here] = torch.randn(int(here.sum()), *self.shape, generator=noise)
@@ -140,9 +142,8 @@ class Samples:
 
     def shard_of(self, rows: Tensor) -> Tensor:
         """Place of the shard of each of ``rows`` (n,)."""
-        return torch.searchsorted(
-            torch.tensor(self.sizes or [len(self)]).cumsum(0), rows, right=True
-        )
+        ends = torch.tensor(self.sizes or [len(self)]).cumsum(0)
+        return torch.searchsorted(ends, rows, right=True)
 
     def digest(self, row: int) -> bytes:
         """SHA-256 of the pixels or means, equal exactly for equal samples."""
@@ -152,12 +153,21 @@ class Samples:
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
     """The samples of ``parts`` that have one shape and VAE, one after the other."""
-    names = set.intersection(*(set(one.tensors) for one in parts))
-    rows = {
-        name: Rows(tuple(part for one in parts for part in one.tensors[name].parts))
-        for name in names
-    }
+    names = set(parts[0].tensors)
+    for one in parts[1:]:
+        names &= one.tensors.keys()
+    rows: dict[str, Rows] = {}
+    for name in names:
+        rows[name] = joined_rows([one.tensors[name] for one in parts])
     return Samples(rows, parts[0].vae, tuple(map(len, parts)))
+
+
+def joined_rows(tensors: Sequence[Rows]) -> Rows:
+    """The rows of all ``tensors``, one after the other."""
+    parts: list[Tensor] = []
+    for one in tensors:
+        parts += one.parts
+    return Rows(tuple(parts))
 
 
 NO_CAPTION = -1
@@ -247,24 +257,29 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
         text = f"has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
         raise HddmError(f"{folder}: {text}")
-    entries, texts = manifest.rows, None
+    entries = manifest.rows
+    texts = None
     if manifest.encoding is not None:
         layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
         verified = HashCache(folder)
         files = [_open(folder, one, layout, verified) for one in manifest.data]
-        tensors = {name: Rows(tuple(file[name] for file in files)) for name in layout}
+        tensors: dict[str, Rows] = {}
+        for name in layout:
+            tensors[name] = Rows(tuple(file[name] for file in files))
         if sum(one.rows for one in manifest.data) != len(entries):
             raise HddmError(f"{folder}: its data are not of {len(entries)} images; encode again")
         if manifest.null is not None and TOKENS in layout:
-            null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][
-                0
-            ].float()
-            texts = TokenStore(tensors[TOKENS], null)
+            null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS]
+            texts = TokenStore(tensors[TOKENS], null[0].float())
         verified.keep()
     else:
         read = entries[:1] if is_outline else entries
-        images = [decode_image(read_content(folder, entry), folder / entry.file) for entry in read]
-        tensors = {PIXELS: Rows((stack(images, [entry.file for entry in read], folder),))}
+        names = []
+        images = []
+        for entry in read:
+            names.append(entry.file)
+            images.append(decode_image(read_content(folder, entry), folder / entry.file))
+        tensors = {PIXELS: Rows((stack(images, names, folder),))}
     labels = entry_labels(entries)
     return Shard(
         folder,
@@ -295,8 +310,10 @@ def layout_of(
     names = [PIXELS]
     if vae is not None:
         names = [MEAN, DEVIATION] if has_deviation(vae.kind) else [MEAN]
-        names += [MIRRORED + name for name in names] if encoding.mirrored else []
-    layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
+        if encoding.mirrored:
+            names += [MIRRORED + name for name in names]
+    row = (encoding.shape, getattr(torch, encoding.dtype))
+    layout: RowLayout = dict.fromkeys(names, row)
     if text_encoder is not None:
         size = (text_encoder.tokens, text_encoder.width)
         layout[TOKENS] = (size, getattr(torch, encoding.text_dtype or "float32"))
@@ -310,8 +327,12 @@ def _open(
     if not verified.matches(file.file, file.sha256):
         raise HddmError(f"{folder / file.file}: changed since it was encoded; copy the shard again")
     tensors = read_safetensors(path)
-    expected = {name: ((file.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    expected: RowLayout = {}
+    for name, (shape, dtype) in layout.items():
+        expected[name] = ((file.rows, *shape), dtype)
+    found: RowLayout = {}
+    for name, tensor in tensors.items():
+        found[name] = (tuple(tensor.shape), tensor.dtype)
     if found != expected:
         raise HddmError(
             f"{folder / file.file}: holds {found}, not {expected}; encode the shard again"
@@ -327,15 +348,18 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
     `HddmError` for shards that differ in shape, classes, VAE, text encoder or partition.
     """
     first = shards[0]
-    if (
-        len({(one.shape, one.classes, one.vae, one.text_encoder, one.partition) for one in shards})
-        > 1
-    ):
+    kinds = set()
+    for one in shards:
+        kinds.add((one.shape, one.classes, one.vae, one.text_encoder, one.partition))
+    if len(kinds) > 1:
         text = "its shards differ in shape, classes, VAE, text encoder or partition"
         raise HddmError(f"{folder}: {text}")
     labels = [one.labels for one in shards if one.labels is not None]
     texts = [one.texts for one in shards if one.texts is not None]
-    tokens = Rows(tuple(part for one in texts for part in one.tokens.parts))
+    tokens = joined_rows([one.tokens for one in texts])
+    hashes: list[str] = []
+    for one in shards:
+        hashes += one.sketch
     digest = hashlib.sha256("\n".join(one.hash for one in shards).encode()).hexdigest()
     return Shard(
         folder=folder,
@@ -349,5 +373,5 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         vae=first.vae,
         text_encoder=first.text_encoder,
         texts=TokenStore(tokens, texts[0].null) if texts else None,
-        sketch=sketch_of(one for shard in shards for one in shard.sketch),
+        sketch=sketch_of(hashes),
     )

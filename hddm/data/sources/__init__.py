@@ -60,7 +60,10 @@ def open_source(
         raise HddmError(f"{path}: no such folder of images")
     found = find_files(path)
     kinds = {"image files": found.images, TAR: found.tars, PARQUET: found.parquets}
-    held = [f"{len(names)} {kind} (as {names[0]})" for kind, names in kinds.items() if names]
+    held: list[str] = []
+    for kind, names in kinds.items():
+        if names:
+            held.append(f"{len(names)} {kind} (as {names[0]})")
     if len(held) > 1:
         raise HddmError(f"{path}: holds {' and '.join(held)}; name a folder with one kind of them")
     for suffix, open_archives in archives.items():
@@ -68,20 +71,21 @@ def open_source(
             return open_archives(path, kinds[suffix], columns)
     read = ", ".join(sorted(SUFFIXES))
     if found.others:
-        left = ", ".join(
-            f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9)
-        )
+        most_common = Counter(found.others).most_common(9)
+        left = ", ".join(f"{number} {suffix}" for suffix, number in most_common)
         log.warning("%s: left out %s; only %s are read as images", path, left, read)
-    if other := [name for name in found.tables if name != METADATA]:
+    other_tables = [name for name in found.tables if name != METADATA]
+    if other_tables:
         raise HddmError(
-            f"{path / other[0]}: captions are read from {METADATA} in the folder that is named; name its "
-            "folder, or write it there"
+            f"{path / other_tables[0]}: captions are read from {METADATA} in the folder that is named; "
+            "name its folder, or write it there"
         )
     if found.tables:
         return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
-    files, images = tuple(found.images), [image_file(path / name) for name in found.images]
+    files = tuple(found.images)
+    images = [image_file(path / name) for name in files]
     if any("/" not in name for name in files):
         return ImageSource(path, files, (), None, None, images)
     labels, classes = as_labels([name.split("/")[0] for name in files], files, path)
@@ -113,13 +117,16 @@ def open_described_folder(root: Path, found: Sequence[str], columns: Columns) ->
         if name in rows:
             raise HddmError(f"{path}: line {number} names {name} again; write one line per image")
         rows[name] = row
-    if missing := sorted(rows.keys() ^ set(found)):
+    missing = sorted(rows.keys() ^ set(found))
+    if missing:
         raise HddmError(
             f"{path}: {counted(len(missing), 'image is', 'images are')} only there or only in the folder; "
             "complete one of them",
             shown(missing),
         )
-    images = {name: (image_file(root / name), row) for name, row in rows.items()}
+    images: dict[str, tuple[SourceImage, dict[str, object]]] = {}
+    for name, row in rows.items():
+        images[name] = (image_file(root / name), row)
     return described(root, images, columns, CAPTION_COLUMNS, ("label",), path)
 
 
@@ -133,10 +140,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f"{path}: line {number} has more than {LARGEST_LINE} bytes; shorten it"
                 )
             if line.strip():
-                yield (
-                    number,
-                    parse_object(line.removeprefix(codecs.BOM_UTF8), f"{path}: line {number}"),
-                )
+                content = line.removeprefix(codecs.BOM_UTF8)
+                yield number, parse_object(content, f"{path}: line {number}")
 
 
 def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> ImageSource:
@@ -147,31 +152,41 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
     """
     if len(sources) == 1 and not classes:
         return sources[0]
-    known = sorted({name for source in sources for name in source.classes})
-    if unknown := sorted(set(classes) - set(known)):
+    all_classes: set[str] = set()
+    for source in sources:
+        all_classes.update(source.classes)
+    known = sorted(all_classes)
+    unknown = sorted(set(classes) - all_classes)
+    if unknown:
         raise HddmError(
             f"{sources[0].root}: has no class {unknown[0]}; it has {', '.join(known) or 'none'}"
         )
     kept = tuple(sorted(classes) if classes else known)
     number = {name: k for k, name in enumerate(kept)}
     root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
-    rows = [(source, i) for source in sources for i in range(len(source))]
-    if classes:
-        rows = [(source, i) for source, i in rows if source.class_of(i) in number]
-    labels = [number[name] for source, i in rows if (name := source.class_of(i)) is not None]
-    captions = [source.captions[i] for source, i in rows if source.captions is not None]
-    has_labels, has_captions = (
-        len(labels) == len(rows),
-        bool(captions) and len(captions) == len(rows),
-    )
+    files: list[str] = []
+    images: list[SourceImage] = []
+    labels: list[int] = []
+    captions: list[str] = []
+    for source in sources:
+        folder = source.root.absolute()
+        for i, file in enumerate(source.files):
+            name = source.class_of(i)
+            if classes and name not in number:
+                continue
+            files.append((folder / file).relative_to(root).as_posix())
+            images.append(source.images[i])
+            if name is not None:
+                labels.append(number[name])
+            if source.captions is not None:
+                captions.append(source.captions[i])
+    has_labels = len(labels) == len(files)
+    has_captions = bool(captions) and len(captions) == len(files)
     return ImageSource(
         root,
-        [
-            (source.root.absolute() / source.files[i]).relative_to(root).as_posix()
-            for source, i in rows
-        ],
+        files,
         kept if has_labels else (),
         labels if has_labels else None,
         captions if has_captions else None,
-        [source.images[i] for source, i in rows],
+        images,
     )

@@ -70,15 +70,12 @@ def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSou
     images: dict[str, tuple[SourceImage, dict[str, object]]] = {}
     for archive in archives:
         prefix = f"{archive.removesuffix(TAR)}/" if archive else ""
-        for name, member, values in _samples(root / archive):
-            read = partial(
-                _read, root / archive, member.offset_data, member.size, root / prefix / name
-            )
+        path = root / archive
+        for name, member, values in _samples(path):
+            read = partial(_read, path, member.offset_data, member.size, root / prefix / name)
             # Other values of JSON objects would fill the memory.
-            images[prefix + name] = (
-                SourceImage(read, member.size),
-                {key: values[key] for key in values.keys() & wanted},
-            )
+            kept = {key: values[key] for key in values.keys() & wanted}
+            images[prefix + name] = (SourceImage(read, member.size), kept)
     has_txt = any("txt" in values for _, values in images.values())
     captions = ("txt",) if has_txt else CAPTION_COLUMNS
     return described(root, images, columns, captions, ("cls", "label"), root)
@@ -97,7 +94,8 @@ def _samples(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, dict[str, objec
                 for suffix, (name, member) in members.items():
                     if suffix in _TEXTS:
                         values |= _values(archive, suffix, member, f"{path}: {name}")
-                yield *images[0], values
+                name, member = images[0]
+                yield name, member, values
     except (tarfile.TarError, EOFError) as error:
         raise HddmError(
             f"{path}: is not a plain tar archive, or is damaged ({error}); unpack .tar.gz first"
@@ -150,7 +148,8 @@ def _values(
         raise HddmError(
             f"{origin} cannot be read as {kind} ({one_line(error)}); write it again"
         ) from error
-    return {key: value for key, value in parse_object(text, origin).items() if key not in _TEXTS}
+    found = parse_object(text, origin)
+    return {key: value for key, value in found.items() if key not in _TEXTS}
 
 
 class TableColumns(NamedTuple):
@@ -170,7 +169,11 @@ def find_columns(schema: Any, path: Path, requested: Columns) -> TableColumns:
         return [name for name in names if features.get(name, {}).get("_type") == kind]
 
     images = [name for name in schema.names if "bytes" in image_fields(schema.field(name).type)]
-    images = ["image"] if "image" in images else declared("Image", images) or images
+    declared_images = declared("Image", images)
+    if "image" in images:
+        images = ["image"]
+    elif declared_images:
+        images = declared_images
     if len(images) != 1:
         found = f"{' and '.join(images) or 'none'} of {', '.join(schema.names)}"
         raise HddmError(f"{path}: one column has to hold encoded images, named image ({found} do)")
@@ -178,20 +181,22 @@ def find_columns(schema: Any, path: Path, requested: Columns) -> TableColumns:
     classes = declared("ClassLabel", others)
     usual = ["label"] if "label" in others else classes
     label = choose_column(others, requested.label, usual, "`label_column`", path)
-    names = features[label].get("names") if label is not None and label in classes else None
+    class_names = None
+    if label is not None and label in classes:
+        names = features[label].get("names")
+        if isinstance(names, list):
+            class_names = tuple(map(str, names))
     caption = choose_column(others, requested.caption, CAPTION_COLUMNS, "`caption_column`", path)
-    return TableColumns(
-        images[0], label, tuple(map(str, names)) if isinstance(names, list) else None, caption
-    )
+    return TableColumns(images[0], label, class_names, caption)
 
 
 def image_fields(kind: Any) -> set[str]:
     """``{"bytes"}`` or ``{"bytes", "path"}`` for an arrow type of encoded images, else an empty set."""
     import pyarrow as pa
 
-    fields = (
-        {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {"bytes": kind}
-    )
+    fields = {"bytes": kind}
+    if pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
     content = fields.get("bytes", pa.null())
     if pa.types.is_binary(content) or pa.types.is_large_binary(content):
         return {"bytes", "path"} & fields.keys()
@@ -201,9 +206,8 @@ def image_fields(kind: Any) -> set[str]:
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
     """Columns as ``datasets`` declares them, empty for files of other writers."""
     try:
-        features = parse_json((schema.metadata or {})[b"huggingface"], "its features")["info"][
-            "features"
-        ]
+        declared = parse_json((schema.metadata or {})[b"huggingface"], "its features")
+        features = declared["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (AttributeError, KeyError, TypeError, HddmError):
         return {}
@@ -276,45 +280,50 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
     captions: list[object] = []
     columns: TableColumns | None = None
     for name in names:
-        path, prefix = root / name, f"{name.removesuffix(PARQUET)}/" if name else ""
+        path = root / name
+        prefix = f"{name.removesuffix(PARQUET)}/" if name else ""
         with _open_table(path) as file:
             found = find_columns(file.schema_arrow, path, requested)
             if columns is None:
-                columns, held = found, HeldImages(found.image)
+                columns = found
+                held = HeldImages(found.image)
             if found != columns:
                 raise HddmError(
                     f"{path}: has other columns or classes than {root / names[0]}; name one of them, or a "
                     "folder of one dataset"
                 )
-            facts = [
-                file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)
-            ]
-            if (
-                largest := max((one.total_byte_size for one in facts), default=0)
-            ) > LARGEST_ROW_GROUP:
+            groups: list[tuple[int, int]] = []
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                groups.append((group.num_rows, group.total_byte_size))
+            largest = max((size for _, size in groups), default=0)
+            if largest > LARGEST_ROW_GROUP:
                 raise HddmError(
                     f"{path}: a row group has {largest} bytes; write the file with smaller ones"
                 )
             has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
-            read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
-            table = file.read(columns=[one for one in read if one])
-            stated = sum(one.num_rows for one in facts)
+            read = [column for column in (columns.label, columns.caption) if column]
+            if has_path:
+                read.append(f"{columns.image}.path")
+            table = file.read(columns=read)
+            stated = sum(num_rows for num_rows, _ in groups)
             for rows in (len(table), file.metadata.num_rows):
                 if rows != stated:
                     text = f"has {rows} rows where its row groups state {stated}; fetch it again"
                     raise HddmError(f"{path}: {text}")
         paths = table[columns.image].to_pylist() if has_path else [None] * rows
         own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
-        places = [(group, row) for group, one in enumerate(facts) for row in range(one.num_rows)]
-        images += [
-            SourceImage(
-                partial(held.read, path, group, row, root / one), facts[group].total_byte_size
-            )
-            for (group, row), one in zip(places, own, strict=True)
-        ]
+        first = 0
+        for number, (num_rows, size) in enumerate(groups):
+            for row, one in enumerate(own[first : first + num_rows]):
+                read_image = partial(held.read, path, number, row, root / one)
+                images.append(SourceImage(read_image, size))
+            first += num_rows
         files += own
-        labels += table[columns.label].to_pylist() if columns.label else []
-        captions += table[columns.caption].to_pylist() if columns.caption else []
+        if columns.label:
+            labels += table[columns.label].to_pylist()
+        if columns.caption:
+            captions += table[columns.caption].to_pylist()
     assert columns is not None
     numbers, classes = _labels(labels, columns, files, root)
     texts = as_captions(captions, files, root) if columns.caption else None

@@ -15,6 +15,8 @@ TAR, PARQUET = ".tar", ".parquet"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 """Suffixes of image files, matched without case."""
 CAPTION_COLUMNS = ("text", "caption")
+# Bytes that are not UTF-8 arrive as lone surrogates.
+_UNSAFE = re.compile(r"[\\\0\n\r\ud800-\udfff]")
 LARGEST_FILE = 2**30
 """Bytes of the largest image file that is read."""
 LARGEST_LABEL = 99_999
@@ -92,13 +94,16 @@ def find_files(root: Path) -> Found:
                 kinds[suffix].append(safe_name(path.relative_to(root).as_posix(), root))
             if path.stem == "metadata" and suffix in (".jsonl", ".csv"):
                 found.tables.append(path.relative_to(root).as_posix())
-            elif suffix not in (*kinds, ".json") and not re.search(
-                r"(^|/)\.", f"{path.relative_to(root)}"
-            ):
+            elif suffix not in (*kinds, ".json") and not _is_hidden(path.relative_to(root)):
                 found.others.append(suffix or name)
     for names in (found.images, found.tars, found.parquets, found.tables):
         names.sort()
     return found
+
+
+def _is_hidden(path: Path) -> bool:
+    """True if the name of the file or of a folder above it begins with a dot."""
+    return re.search(r"(^|/)\.", f"{path}") is not None
 
 
 def safe_name(name: str, origin: Path) -> str:
@@ -108,8 +113,7 @@ def safe_name(name: str, origin: Path) -> str:
     """
     path = PurePosixPath(name)
     leaves = not path.parts or path.is_absolute() or ".." in path.parts or name[1:2] == ":"
-    # Bytes that are not UTF-8 arrive as lone surrogates.
-    if leaves or any(letter in "\\\0\n\r" or "\ud800" <= letter <= "\udfff" for letter in name):
+    if leaves or _UNSAFE.search(name):
         raise HddmError(
             f"{origin}: the name {name!r} points outside its folder, has a backslash, NUL or line break, or "
             "is not UTF-8; rename it"
@@ -141,10 +145,13 @@ def described(
     columns = set().union(*rows)
     caption = choose_column(columns, requested.caption, captions, "`caption_column`", origin)
     label = choose_column(columns, requested.label, labels, "`label_column`", origin)
-    numbers, classes = (
-        as_labels([row.get(label) for row in rows], files, origin) if label else (None, ())
-    )
-    texts = as_captions([row.get(caption) for row in rows], files, origin) if caption else None
+    numbers: tuple[int, ...] | None = None
+    classes: tuple[str, ...] = ()
+    if label:
+        numbers, classes = as_labels([row.get(label) for row in rows], files, origin)
+    texts = None
+    if caption:
+        texts = as_captions([row.get(caption) for row in rows], files, origin)
     return ImageSource(root, files, classes, numbers, texts, [images[name][0] for name in files])
 
 
@@ -190,11 +197,10 @@ def as_labels(
     """
     are_texts = bool(values) and isinstance(values[0], str)
     for value, name in zip(values, names, strict=True):
-        if not (
-            isinstance(value, str)
-            if are_texts
-            else type(value) is int and 0 <= value <= LARGEST_LABEL
-        ):
+        is_valid = isinstance(value, str)
+        if not are_texts:
+            is_valid = type(value) is int and 0 <= value <= LARGEST_LABEL
+        if not is_valid:
             wanted = "a text" if are_texts else f"a number from 0 to {LARGEST_LABEL}"
             problem = f"{name} has label {_short(value)}; give each image {wanted}, or none a label"
             raise HddmError(f"{origin}: {problem}")
@@ -204,7 +210,8 @@ def as_labels(
         number = {name: index for index, name in enumerate(classes)}
         return tuple(number[text] for text in texts), classes
     numbers = [int(str(value)) for value in values]
-    return tuple(numbers), tuple(map(str, range(max(numbers, default=-1) + 1)))
+    num_classes = max(numbers, default=-1) + 1
+    return tuple(numbers), tuple(map(str, range(num_classes)))
 
 
 def _short(value: object) -> str:
