@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hddm.pipelines.pipeline import HDDMPipeline as HDDMPipeline
     from hddm.pipelines.samples import sample_to_folder as sample_to_folder
     from hddm.sampling import sample as sample
-    from hddm.training.continuation import train as train
+    from hddm.training.train import train as train
     from hddm.velocity import VelocityField as VelocityField
 
 # torch and diffusers take seconds to import, and reading a record or a mistyped option needs neither.
@@ -37,7 +37,7 @@ _HOMES = {
     "partition": "hddm.data.partition",
     "sample": "hddm.sampling",
     "sample_to_folder": "hddm.pipelines.samples",
-    "train": "hddm.training.continuation",
+    "train": "hddm.training.train",
 }
 # Where torchao is installed, importing diffusers logs warnings about parts of it that hddm does not use.
 logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hddm.experts.expert import Expert, open_expert, save_expert
 from hddm.experts.lora import adapter_of
 from hddm.experts.records import ExpertRecord
-from hddm.training.continuation import add_adapter, save_adapted, targets_of
+from hddm.training.adapters import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert
 
 

@@ -62,7 +62,7 @@ def expert(
     if init is not None:
         refuse_fixed(settings, schedule)
     refuse_unfinished(out, run, overwrite)
-    from hddm.training.continuation import train
+    from hddm.training.train import train
 
     start = {"init": init, "schedule": schedule}
     train(shard, out, settings=settings, run=run, overwrite=overwrite, report=say, **start)

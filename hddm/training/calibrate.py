@@ -212,12 +212,11 @@ def native_samples(
     """
     assert field.sample_shape is not None
     times, scale = native_times(field, steps)
+    conditions = conditions or {}
     batches = []
     with Progress(num, "sample") as progress:
         for rows in torch.arange(num).split(batch_size):
-            given = {
-                name: value[rows].to(field.device) for name, value in (conditions or {}).items()
-            }
+            given = {name: value[rows].to(field.device) for name, value in conditions.items()}
 
             def velocity(
                 x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given
@@ -248,11 +247,14 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
     """Draw conditions (num, …) for native samples: uniform classes, else null values with a warning."""
     conditions = {}
     for name in field.conditions or ():
+        null = field.null_conditions.get(name)
         if name == LABELS and field.classes:
-            draws = [generator(seed, Use.NATIVE_CLASSES, i) for i in range(num)]
-            labels = [torch.randint(len(field.classes), (), generator=draw) for draw in draws]
+            labels = []
+            for i in range(num):
+                draw = generator(seed, Use.NATIVE_CLASSES, i)
+                labels.append(torch.randint(len(field.classes), (), generator=draw))
             conditions[name] = torch.stack(labels)
-        elif (null := field.null_conditions.get(name)) is not None:
+        elif null is not None:
             conditions[name] = null.expand(num, *null.shape)
             text = f"calibrated without {name}, so near t = 1 a given one has less effect than it should"
             remedy = "hddm.training.calibrate.calibrate takes data with values of their own"
@@ -309,6 +311,7 @@ def recalibrate(
         check_fit(shard, record, field.network)
         check_own(shard, record)
         calibration = fit_on_shard(shard, field, conditions_of(shard, field), seed)
-        if (doubt := misread(field, shard, seed)) is not None:
+        doubt = misread(field, shard, seed)
+        if doubt is not None:
             warnings.warn(f"{folder}: {doubt}", stacklevel=2)
     replace_file(folder, record, FILE_NAME, calibration.save)

@@ -38,10 +38,12 @@ class Readings:
         """Wait for losses and times (batch,), the norm, whether the step was skipped, and the joint flags."""
         if self._copied is not None:
             self._copied.synchronize()
-        *_, norm, skipped = (values := self._values.cpu())
+        values = self._values.cpu()
+        norm, skipped = values[-2:]
         rows = values[:-2].view(self._processes, -1, 2)
         losses, times = rows[:, :-1].flatten(0, 1).T
-        flags = Flags(*(rows[:, -1].amax(0) > 0).tolist())
+        raised = rows[:, -1].amax(0) > 0
+        flags = Flags(*raised.tolist())
         return losses, times, norm.item(), bool(skipped), flags
 
 
@@ -107,10 +109,13 @@ class Device:
         """Return inputs on the device."""
         # Times are float64, which MPS lacks.
         stays = torch.float64 if self.target.type == "mps" else None
-        return {
-            name: value if value.dtype is stays else value.to(self.target, non_blocking=True)
-            for name, value in inputs.items()
-        }
+        moved: dict[str, Tensor] = {}
+        for name, value in inputs.items():
+            if value.dtype is stays:
+                moved[name] = value
+            else:
+                moved[name] = value.to(self.target, non_blocking=True)
+        return moved
 
     def clip(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float
@@ -134,6 +139,10 @@ class Device:
             return
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
+
+    def can_scale_down(self) -> bool:
+        """True in fp16 while the loss scale is at least 1, so that an overflow only lowers it."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() >= 1
 
     def gathered(self, losses: Tensor, t: Tensor | None, norm: Tensor, flags: Flags) -> Readings:
         """Gather a step's losses and times (batch,) and the ``flags`` of all processes; without ``t`` NaN."""
@@ -190,10 +199,16 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     max(1, rows/columns)^½ (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024).
     Packed matrices of queries, keys and values are one matrix to it.
     """
-    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
     matrices = set[str]() if recipe.muon_learning_rate is None else _matrices(network)
-    inner = [p for name, p in trained.items() if name in matrices]
-    rest = [p for name, p in trained.items() if name not in matrices]
+    inner: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name in matrices:
+            inner.append(parameter)
+        else:
+            rest.append(parameter)
     decay = recipe.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if rest:
@@ -211,14 +226,15 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 def _matrices(network: nn.Module) -> set[str]:
     """Names of the matrices that map features to features: of linear layers and of packed attention."""
-    return {
-        name
-        for place, module in network.named_modules()
-        if place.partition(".")[0] not in ENDS
-        for name, parameter in module.named_parameters(place, recurse=False)
-        if parameter.ndim == 2
-        and (name.endswith("in_proj_weight") or isinstance(module, nn.Linear))
-    }
+    found: set[str] = set()
+    for place, module in network.named_modules():
+        if place.partition(".")[0] in ENDS:
+            continue
+        for name, parameter in module.named_parameters(place, recurse=False):
+            is_linear = isinstance(module, nn.Linear) or name.endswith("in_proj_weight")
+            if is_linear and parameter.ndim == 2:
+                found.add(name)
+    return found
 
 
 class _Muon(torch.optim.Muon):
@@ -235,9 +251,9 @@ class _Muon(torch.optim.Muon):
         kept = []
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0
-            parameters = (
-                p for group in self.param_groups for p in group["params"] if p.grad is not None
-            )
+            parameters: list[Any] = []
+            for group in self.param_groups:
+                parameters += [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 gradient = parameter.grad
                 average = self.state[parameter].setdefault(
@@ -258,7 +274,9 @@ class _Together(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        groups = [group for one in optimizers for group in one.param_groups]
+        groups: list[dict[str, Any]] = []
+        for one in optimizers:
+            groups += one.param_groups
         super().__init__([{"params": group["params"]} for group in groups], {})
         self.param_groups = groups
         self._optimizers = optimizers

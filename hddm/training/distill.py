@@ -37,7 +37,7 @@ from hddm.strategies import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.mean_flow import CAPTION, MeanFlow
-from hddm.training.objectives import Objective, drawing, objective_of
+from hddm.training.objectives import Objective, conditions_in, drawing, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
     TEXT,
@@ -73,7 +73,10 @@ class Teacher:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that its experts take labels of; empty where none does."""
-        return next((one.record.classes for one in self.opened.experts if one.record.classes), ())
+        for one in self.opened.experts:
+            if one.record.classes:
+                return one.record.classes
+        return ()
 
     @property
     def takes_text(self) -> bool:
@@ -106,11 +109,13 @@ def open_teacher(
     for name, expert in zip(names, opened.experts, strict=True):
         _check_conditions(f"{folder / name}", expert.record, union, settings.condition_dropout)
     check_fit(union, opened.experts[0].record, opened.experts[0].network)
-    hashes = [one.record.shard and one.record.shard.hash for one in opened.experts]
-    experts = {
-        name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
-        for name, one, own in zip(names, opened.experts, hashes, strict=True)
-    }
+    hashes: list[str | None] = []
+    experts: dict[str, dict[str, Any]] = {}
+    for name, expert in zip(names, opened.experts, strict=True):
+        own = None if expert.record.shard is None else expert.record.shard.hash
+        files = {} if expert.folder is None else _file_hashes(expert.folder)
+        hashes.append(own)
+        experts[name] = {"files": files, "shard": own}
     record: dict[str, Any] = {
         "ensemble": folder.resolve().name,
         "kind": settings.teacher,
@@ -121,12 +126,14 @@ def open_teacher(
         if opened.record.learned is not None:
             record["router"] = _file_hashes(folder / opened.record.learned)
         return Teacher(opened, None, record)
-    missing = [
-        f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes
-    ]
+    missing: list[str] = []
+    for one in shards:
+        if one.hash not in hashes:
+            missing.append(f"{one.folder}: no expert was trained on it")
     if missing:
-        known = zip(names, hashes, strict=True)
-        missing += [f"{folder / name}: records no shard" for name, own in known if own is None]
+        for name, own in zip(names, hashes, strict=True):
+            if own is None:
+                missing.append(f"{folder / name}: records no shard")
         text = "`teacher` shard needs the expert of every shard; pass their partition, or `teacher` routed"
         raise HddmError(f"{folder}: {text}", missing)
     # The last of several experts of one shard.
@@ -155,7 +162,8 @@ def _with_mixing_strategy(
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
     """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
     record.refuse_student(name, "name the ensemble that it learned from as the teacher")
-    if others := [condition for condition in record.conditions if condition not in (LABELS, TEXT)]:
+    others = [condition for condition in record.conditions if condition not in (LABELS, TEXT)]
+    if others:
         raise HddmError(
             f"{name}: takes {', '.join(others)}; a student can learn classes and captions alone"
         )
@@ -174,10 +182,11 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
 
 def _file_hashes(folder: Path) -> dict[str, str]:
     """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
-    paths = sorted(
-        path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json")
-    )
-    return {path.name: sha256_once(path) for path in paths if path.name != MANIFEST}
+    hashes: dict[str, str] = {}
+    for path in sorted(folder.glob("[!.]*")):
+        if path.suffix in (".safetensors", ".json") and path.name != MANIFEST:
+            hashes[path.name] = sha256_once(path)
+    return hashes
 
 
 def distill(
@@ -218,9 +227,9 @@ def distill(
         raise UsageError(
             "`sampling_steps`: a student of few steps begins with an expert; pass `init`"
         )
-    start = (
-        Start() if initial is None else Start.of(initial.network, initial.record.prediction_type)
-    )
+    start = Start()
+    if initial is not None:
+        start = Start.of(initial.network, initial.record.prediction_type)
     start = replace(start, strategy=teacher.record.get("strategy"))
     recipe = resolve(DistillRecipe, settings, start, before)
     learned = _as_expert(recipe, bool(teacher.classes), teacher.takes_text)
@@ -234,7 +243,9 @@ def distill(
     else:
         _check_start(f"`init` {init}", initial.record, record)
         network = initial.network.requires_grad_(True)
-    licences = [one.record.licence for one in (*teacher.opened.experts, *filter(None, [initial]))]
+    licences = [one.record.licence for one in teacher.opened.experts]
+    if initial is not None:
+        licences.append(initial.record.licence)
     added = {"shift": teacher.opened.record.shift, "sampling_steps": recipe.sampling_steps}
     record = record.model_copy(update=added | {"licence": joint_licence(licences)})
     conditions: dict[str, Tensor] = dict(labels)
@@ -292,7 +303,8 @@ def _conditions_of_trajectories(
 
 def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
     """Refuse an ``expert`` of each sample (N,) that its label (N,) does not tell."""
-    if (expert := given.get("expert")) is None or len(expert.unique()) == 1:
+    expert = given.get("expert")
+    if expert is None or len(expert.unique()) == 1:
         return
     labels = given.get(LABELS, torch.zeros_like(expert))
     if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
@@ -319,12 +331,12 @@ def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
     """Refuse a ``start``, named ``name`` in errors, that does not agree with the student's ``record``."""
     start.refuse_student(name, "begin with the expert that it began with")
     qualities = ("schedule", "time_scale", "space", "sample_shape", "conditions", "classes")
-    pairs = {one: (getattr(start, one), getattr(record, one)) for one in qualities}
-    lines = [
-        f"{one}: {own}, and the student's is {its}"
-        for one, (own, its) in pairs.items()
-        if own != its
-    ]
+    lines: list[str] = []
+    for one in qualities:
+        own = getattr(start, one)
+        its = getattr(record, one)
+        if own != its:
+            lines.append(f"{one}: {own}, and the student's is {its}")
     if start.training_calibration:
         lines.append("trained together with its calibration, which a student does not have")
     if lines:
@@ -351,9 +363,7 @@ def matching(
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
-        conditions: dict[str, Any] = {
-            name: inputs[name] for name in (LABELS, TEXT) if name in inputs
-        }
+        conditions: dict[str, Any] = conditions_in(inputs)
         with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
             v = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         return objective.errors(network, x_t - wide * v, x_t + (1 - wide) * v, t, conditions)

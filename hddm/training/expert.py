@@ -221,14 +221,19 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
-    same: Any = {
-        name: getattr(shard, name)
-        for name in ("index", "num_shards", "hash", "partition", "sketch")
-    }
-    return ShardRecord(**same, images=len(shard), class_images=tuple(counts))
+    return ShardRecord(
+        index=shard.index,
+        num_shards=shard.num_shards,
+        hash=shard.hash,
+        partition=shard.partition,
+        sketch=shard.sketch,
+        images=len(shard),
+        class_images=tuple(counts),
+    )
 
 
 def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:
     """Read the expert that a training begins with, and its name and weight hash for records."""
-    expert, weights = open_expert(init).read(), weights_in(init)
+    expert = open_expert(init).read()
+    weights = weights_in(init)
     return expert, {"init": init.resolve().name, "init_sha256": weights and sha256_of(weights)}

@@ -86,17 +86,7 @@ def train_islands(
         Stopped: after a signal, with all runs saved.
     """
     prepare(islands)
-    calls = [
-        Call(
-            _train,
-            {"island": one},
-            one.name,
-            threads=one.settings.threads,
-            uses_gpu=one.settings.device in ("auto", "cuda"),
-            writes=one.out / EXPERT_FILE,
-        )
-        for one in islands
-    ]
+    calls = [_call(one) for one in islands]
 
     def report(call: Call, *step: Any) -> None:
         if on_step is not None:
@@ -105,6 +95,18 @@ def train_islands(
     kept = f"{islands[0].out.parent}: stopped; progress is saved, and `resume=True` continues"
     with stoppable(kept), backend or Workers(1, RETRIES) as workers:
         return workers.run(calls, report, keep_going=True)
+
+
+def _call(island: Island) -> Call:
+    """Return the call that trains an island in a process of its own."""
+    return Call(
+        _train,
+        {"island": island},
+        island.name,
+        threads=island.settings.threads,
+        uses_gpu=island.settings.device in ("auto", "cuda"),
+        writes=island.out / EXPERT_FILE,
+    )
 
 
 def _train(island: Island, report: OnTrainingStep) -> str:
@@ -168,12 +170,16 @@ def train_island(island: Island, on_step: OnTrainingStep | None = None) -> list[
 
 def refuse_failed(islands: Sequence[Island], outcomes: Sequence[Outcome]) -> None:
     """Raise an `HddmError` if one of ``islands`` failed, with the causes of each."""
-    each = zip(islands, outcomes, strict=True)
-    failed = [(one.name, outcome) for one, outcome in each if isinstance(outcome, HddmError)]
+    failed = 0
+    causes: list[str] = []
+    for island, outcome in zip(islands, outcomes, strict=True):
+        if isinstance(outcome, HddmError):
+            failed += 1
+            causes.append(f"{island.name}: {outcome.message}")
+            causes += [f"{island.name}: {detail}" for detail in outcome.details]
     if failed:
-        others = "the others are finished, and " if len(failed) < len(outcomes) else ""
-        number = f"{len(failed)} of {len(outcomes)} experts failed"
-        causes = [f"{name}: {line}" for name, why in failed for line in (why.message, *why.details)]
+        others = "the others are finished, and " if failed < len(outcomes) else ""
+        number = f"{failed} of {len(outcomes)} experts failed"
         raise HddmError(
             f"{islands[0].out.parent}: {number}; {others}`resume=True` continues these", causes
         )

@@ -24,7 +24,7 @@ from hddm.networks.wrappers import compile_blocks
 from hddm.training.device import Device, Flags, Readings, default_attention, optimizer_of
 from hddm.training.resume import SettingsChange, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
-from hddm.training.state import Ema, Run, TrainingState, open_run
+from hddm.training.state import Ema, Run, TrainingState, open_run, trained_parameters
 from hddm.utils.errors import HddmError, Stopped, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, StopRequest
@@ -48,10 +48,16 @@ class Order:
         places = torch.arange((step - 1) * self.batch_size, step * self.batch_size)
         epochs, within = places // self.num_samples, places % self.num_samples
         needed = epochs.unique().tolist()
-        self._epochs = {
-            e: self._epochs[e] if e in self._epochs else self._shuffled(e) for e in needed
-        }
-        return torch.cat([self._epochs[e][within[epochs == e]] for e in needed])
+        orders: dict[int, Tensor] = {}
+        parts = []
+        for epoch in needed:
+            if epoch in self._epochs:
+                orders[epoch] = self._epochs[epoch]
+            else:
+                orders[epoch] = self._shuffled(epoch)
+            parts.append(orders[epoch][within[epochs == epoch]])
+        self._epochs = orders
+        return torch.cat(parts)
 
     def draws(self, step: int) -> torch.Generator:
         """Return the generator of everything random in ``step``."""
@@ -182,19 +188,25 @@ class Fitted:
 
         ``origin`` says where the weights come from; with "init" the network is not of ``recipe.size``.
         """
-        origin, state = origin or {}, self.state
-        finite = {step: loss for step, loss in enumerate(state.losses, 1) if math.isfinite(loss)}
-        tail = list(finite.values())[-max(state.step // 20, 1) :]
-        batches = (value_at(step, "batch_size", recipe.batch_size, self.changes) for step in finite)
-        return {
+        origin = origin or {}
+        state = self.state
+        finite: list[float] = []
+        images_seen = 0
+        for step, loss in enumerate(state.losses, 1):
+            if math.isfinite(loss):
+                finite.append(loss)
+                images_seen += value_at(step, "batch_size", recipe.batch_size, self.changes)
+        tail = finite[-max(state.step // 20, 1) :]
+        record = {
             **recipe.model_dump(mode="json", exclude={"size"} if "init" in origin else None),
             "changes": list(self.changes),
-            "images_seen": sum(batches),
+            "images_seen": images_seen,
             "final_loss": sum(tail) / len(tail),
             "seconds": round(state.seconds, 1),
-            **({"held_out": state.held_out} if state.held_out else {}),
-            **origin,
         }
+        if state.held_out:
+            record["held_out"] = state.held_out
+        return {**record, **origin}
 
 
 def fit(
@@ -286,7 +298,7 @@ class _Trainer:
         if recipe.gradient_checkpointing:
             network.enable_gradient_checkpointing()
         network.to(device.target)
-        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.parameters = list(trained_parameters(network).values())
         optimizer = optimizer_of(network, recipe)
         if recipe.compile:
             compile_blocks(network)
@@ -349,11 +361,8 @@ class _Trainer:
         if not is_skipped:
             state.ema.update()
             state.non_finite = 0
-        elif (
-            math.isfinite(loss)
-            and device.scaler.is_enabled()
-            and (scale := device.scaler.get_scale()) >= 1
-        ):
+        elif math.isfinite(loss) and device.can_scale_down():
+            scale = device.scaler.get_scale()
             log.info("step %d: gradients overflowed in fp16; the loss scale is now %g", step, scale)
         else:
             self._skipped(step, begun.rows, losses, norm)
@@ -368,15 +377,18 @@ class _Trainer:
     def _backward(self, inputs: StepInputs) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""
         number = self.recipe.gradient_accumulation_steps
-        parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
+        batch_size = len(next(iter(inputs.values())))
+        chunks = [value.chunk(number) for value in inputs.values()]
+        accelerator = self.device.accelerator
         losses = []
-        for index, part in enumerate(parts, 1):
+        for index, values in enumerate(zip(*chunks, strict=True), 1):
+            part = dict(zip(inputs, values, strict=True))
             # Gradients are exchanged after the last part only.
-            is_last, accelerator = index == number, self.device.accelerator
+            is_last = index == number
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.losses):
                 with accelerator.autocast():
-                    each = self.losses(dict(zip(inputs, part, strict=True)))
-                self.device.scaler.scale(each.sum() / len(next(iter(inputs.values())))).backward()
+                    each = self.losses(part)
+                self.device.scaler.scale(each.sum() / batch_size).backward()
             losses.append(each.detach())
         return torch.cat(losses)
 
@@ -471,11 +483,9 @@ def summary_of(losses: Sequence[float], name: str = "loss") -> str:
     trained = f"trained for {counted(len(losses), 'step')}" if losses else ""
     if over >= 10 and math.isfinite(first) and math.isfinite(last):
         return f"{trained}, {name} {first:.4f} → {last:.4f} (means of the first and the last {over} steps)"
-    return (
-        f"{trained}, {name} {average:.4f} (mean of all steps)"
-        if math.isfinite(average)
-        else trained
-    )
+    if math.isfinite(average):
+        return f"{trained}, {name} {average:.4f} (mean of all steps)"
+    return trained
 
 
 def mean(losses: Sequence[float]) -> float:

@@ -23,12 +23,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS, Conditions
+from hddm.conditions import Conditions
 from hddm.data.shards import TokenStore
 from hddm.ensemble import Ensemble
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import StepInputs
+from hddm.training.objectives import conditions_in
 from hddm.training.settings import TEXT, DistillRecipe
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
@@ -85,9 +86,7 @@ def solve(
     if file is not None and file.exists():
         kept = read_safetensors(file)
         states = kept.pop("states")
-        if kept.keys() == known.keys() and all(
-            torch.equal(kept[name], one) for name, one in known.items()
-        ):
+        if _are_equal(kept, known):
             log.info(
                 "%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories")
             )
@@ -105,11 +104,18 @@ def solve(
 
             own = _at(rows, conditions, texts)
             expert = own.pop("expert", None)
-            moved = Conditions({name: value.to(teacher.device) for name, value in own.items()})
-            integrate(teacher, x, times, moved, expert, keep, guidance=guidance_scale)
+            moved = {name: value.to(teacher.device) for name, value in own.items()}
+            integrate(teacher, x, times, Conditions(moved), expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times)
+
+
+def _are_equal(found: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> bool:
+    """True if both have the same tensors under the same names."""
+    if found.keys() != known.keys():
+        return False
+    return all(torch.equal(found[name], value) for name, value in known.items())
 
 
 def _at(
@@ -154,7 +160,8 @@ class MeanFlow:
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
-        recipe, file = self.recipe, None if folder is None else folder / TRAJECTORIES_FILE
+        recipe = self.recipe
+        file = None if folder is None else folder / TRAJECTORIES_FILE
         of = (recipe.trajectories, recipe.seed, self.shape, self.conditions, recipe.guidance_scale)
         self._states, self._times = solve(self.teacher_on(device), *of, file, self.texts)
 
@@ -163,10 +170,12 @@ class MeanFlow:
 
         Steps of the student, or any two.
         """
-        num, last_place, steps = len(rows), len(self._times) - 1, self.recipe.sampling_steps or 1
+        num = len(rows)
+        last_place = len(self._times) - 1
+        steps = self.recipe.sampling_steps or 1
         first = torch.randint(last_place, (num,), generator=noise)
         last = first + 1 + (torch.rand(num, generator=noise) * (last_place - first)).long()
-        ends = torch.tensor([SOLVED.index(GRID * step // steps) for step in range(steps + 1)])
+        ends = torch.tensor([SOLVED.index(GRID * k // steps) for k in range(steps + 1)])
         step = torch.randint(steps, (num,), generator=noise)
         is_own = torch.rand(num, generator=noise) < OWN_STEPS
         first = torch.where(is_own, ends[step], first)[own]
@@ -183,7 +192,7 @@ class MeanFlow:
     def loss(self, network: nn.Module, inputs: StepInputs) -> Tensor:
         """The loss (n,)."""
         x_t, t, r = inputs["x_t"], inputs["t"], inputs["r"]
-        conditions = {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}
+        conditions = conditions_in(inputs)
         target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
         ahead = _wide(t, x_t)
         output = network(x_t, TIME_SCALE * t.to(x_t), **conditions, interval=(t - r).to(x_t))

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hddm.conditions import LABELS
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, StepInputs
@@ -87,8 +88,9 @@ class Objective:
         ``network`` is one of (y, timestep, **conditions), ``x_0`` are clean samples (batch, C, H, W), ``eps``
         noise like them, and ``time`` native times (batch,), float64.
         """
-        levels = self.schedule.alpha_sigma(time)
-        alpha, sigma = (append_dims(value, x_0.ndim).to(x_0) for value in levels)
+        signal, noise = self.schedule.alpha_sigma(time)
+        alpha = append_dims(signal, x_0.ndim).to(x_0)
+        sigma = append_dims(noise, x_0.ndim).to(x_0)
         target = {
             PredictionType.EPSILON: lambda: eps,
             PredictionType.SAMPLE: lambda: x_0,
@@ -98,7 +100,7 @@ class Objective:
         timestep = (time * self.time_scale).to(x_0.device, torch.float32)
         output = network(alpha * x_0 + sigma * eps, timestep, **conditions)
         errors = (output.float() - target.float()).square().flatten(1).mean(1)
-        weights = self._weights(*levels)
+        weights = self._weights(signal, noise)
         return errors if weights is None else errors * weights.to(errors)
 
     def _weights(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
@@ -195,7 +197,8 @@ def drawing(
     """
 
     def draw(rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
-        number, mine = len(rows), rows[own]
+        number = len(rows)
+        mine = rows[own]
         flip = torch.rand(number, generator=noise) < 0.5 if recipe.random_flip else None
         x_0 = shard.take(rows, noise, flip, own)
         time = objective.sample_times(number, noise)[own]
@@ -206,7 +209,7 @@ def drawing(
         dropped = (torch.rand(number, generator=noise) < recipe.condition_dropout)[own]
         for name in set(conditions) & set(nulls):
             value = conditions[name]
-            where = dropped.reshape(-1, *[1] * (value.ndim - 1))
+            where = append_dims(dropped, value.ndim)
             conditions[name] = torch.where(where, nulls[name].to(value.dtype), value)
         return {
             "x_0": x_0,
@@ -217,6 +220,11 @@ def drawing(
         }
 
     return draw
+
+
+def conditions_in(inputs: StepInputs) -> dict[str, Tensor]:
+    """Return the labels and the tokens of captions among the inputs of a step."""
+    return {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}
 
 
 def loss_of(

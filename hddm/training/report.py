@@ -6,7 +6,7 @@ It shows what the run's folder holds already: the figures of its TensorBoard log
 import fnmatch
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,18 @@ def write_run_report(run: Path, step: int, batch_size: int) -> None:
     ``batch_size`` is this process's part of a batch, whose images per second are logged. Raises `HddmError`
     without tensorboard or matplotlib, `OSError` for a folder that cannot be written.
     """
-    record, logged = read_run(run / RUN_FILE), _logged(run / LOGS)
+    record = read_run(run / RUN_FILE)
+    logged = _logged(run / LOGS)
     rate = logged[_RATE][1][-1] if _RATE in logged else None
     steps = record["settings"]["steps"]
     page = templates(is_html=True).get_template("training/report.html.j2")
     left = None if rate is None else (steps - step) * batch_size / rate
     head = {"name": run.name, "step": step, "steps": steps, "rate": rate, "seconds_left": left}
-    panels = [chart for one in _PANELS if (chart := _panel(*one, logged))]
+    panels: list[dict[str, Any]] = []
+    for title, pattern in _PANELS:
+        panel = _panel(title, pattern, logged)
+        if panel is not None:
+            panels.append(panel)
     settings = {key: value for key, value in record["settings"].items() if value is not None}
     text = page.render(**head, panels=panels, grids=_grids(run / SAMPLES), settings=settings)
     write_whole(run / REPORT_FILE, lambda draft: draft.write_text(text, encoding="utf-8"))
@@ -84,45 +89,48 @@ def _logged(folder: Path) -> Curves:
     reader = optional("tensorboard.backend.event_processing.event_accumulator", *_USED)
     events = reader.EventAccumulator(str(folder), {"scalars": _POINTS, "images": 1})
     events.Reload()
-    found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
-    return {
-        name: ([one.step for one in each], [one.value for one in each])
-        for name, each in found.items()
-    }
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    for name in events.Tags()["scalars"]:
+        found = events.Scalars(name)
+        curves[name] = ([one.step for one in found], [one.value for one in found])
+    return curves
 
 
 def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
     """A chart over steps, and its legend of colours and names; None where nothing was logged."""
-    curves = [
-        (name.split("/")[-1], *logged[name]) for name in sorted(fnmatch.filter(logged, pattern))
-    ]
+    names: list[str] = []
+    curves = []
+    for name in sorted(fnmatch.filter(logged, pattern)):
+        names.append(name.split("/")[-1])
+        curves.append(logged[name])
     if not curves:
         return None
-    colours: Sequence[str] = COLOURS
+    colours = list(COLOURS)
     if len(curves) > 2:
         # Noise levels have an order, and so have their colours.
         shades = optional("matplotlib", *_USED).colormaps["viridis"]
-        each = (shades(0.95 * k / (len(curves) - 1), bytes=True) for k in range(len(curves)))
-        colours = ["#{:02x}{:02x}{:02x}".format(*one) for one in each]
+        colours = []
+        for k in range(len(curves)):
+            red, green, blue, _ = shades(0.95 * k / (len(curves) - 1), bytes=True)
+            colours.append(f"#{red:02x}{green:02x}{blue:02x}")
     with charts() as figure:
         canvas = figure(figsize=(4.0, 2.9), layout="constrained")
         axes = canvas.subplots()
-        for colour, (_, steps, values) in zip(colours, curves, strict=False):
-            axes.plot(
-                steps, values, color=colour, marker="o" if len(steps) < 3 else None, markersize=3
-            )
+        for colour, (steps, values) in zip(colours, curves, strict=False):
+            marker = "o" if len(steps) < 3 else None
+            axes.plot(steps, values, color=colour, marker=marker, markersize=3)
         axes.set(yscale="log", xlabel="step")
         axes.set_title(title, loc="left")
         plain_numbers(axes.yaxis)
         chart = as_element(canvas, re.sub(r"\W+", "-", pattern), f"{title}, over steps.")
-    names = [name for name, *_ in curves]
     return {"chart": chart, "legend": list(zip(colours, names, strict=False))}
 
 
 def _grids(folder: Path) -> list[dict[str, str]]:
     """Grids of the averaged weights from all over the training, the newest included."""
     paths = sorted(folder.glob("step_*_ema.png"))
-    return [
-        {"step": f"{int(path.name.split('_')[1]):,}", "address": data_address(path.read_bytes())}
-        for path in (paths[k] for k in evenly_spaced(paths, _GRIDS).tolist())
-    ]
+    grids: list[dict[str, str]] = []
+    for k in evenly_spaced(paths, _GRIDS).tolist():
+        step = int(paths[k].name.split("_")[1])
+        grids.append({"step": f"{step:,}", "address": data_address(paths[k].read_bytes())})
+    return grids

@@ -35,14 +35,21 @@ def with_changes(
     Steps beyond ``step`` are computed again, so changes that were made there count from ``step`` on. Changes
     before the first step are dropped.
     """
-    changes = [{"step": step} | one for one in (*before, *new)]
-    changes = [one | {"step": min(one["step"], step)} for one in changes]
-    return [one for one in changes if one["step"] > 0]
+    changes: list[SettingsChange] = []
+    for one in (*before, *new):
+        change = {"step": step} | one
+        change["step"] = min(change["step"], step)
+        if change["step"] > 0:
+            changes.append(change)
+    return changes
 
 
 def value_at(step: int, key: str, today: Any, changes: Sequence[SettingsChange]) -> Any:
     """Return the value of setting ``key`` in ``step``, from 1; ``today`` is its value now."""
-    return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
+    for one in changes:
+        if one["key"] == key and step <= one["step"]:
+            return one["was"]
+    return today
 
 
 RUN_FILE = "run.json"
@@ -51,9 +58,22 @@ CHECKPOINTS = "checkpoints"
 # Settings that no resumed run may change, even if changes are allowed: the record would then be untrue for
 # its first steps.
 _IDENTITY = (
-    *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
-    *("lora_rank", "lora_alpha", "teacher", "strategy", "optimizer", "weak_at", "noise_range"),
-    *("sampling_steps", "trajectories", "guidance_scale"),
+    "objective",
+    "prediction",
+    "size",
+    "rotary",
+    "class_conditional",
+    "text_conditional",
+    "lora_rank",
+    "lora_alpha",
+    "teacher",
+    "strategy",
+    "optimizer",
+    "weak_at",
+    "noise_range",
+    "sampling_steps",
+    "trajectories",
+    "guidance_scale",
 )
 FIXED = {f"settings.{key}" for key in _IDENTITY}
 
@@ -157,7 +177,8 @@ def is_finished(
     """
     if run is None or not is_kept(out, record, run, overwrite):
         return False
-    if before := recorded(out):
+    before = recorded(out)
+    if before:
         compare_records(out, before, content, run)
     refuse_damaged(out, damage(out, record, sha256=sha256_of), "`overwrite=True` trains it again")
     log.info("%s: is finished; there is nothing to resume", out)
@@ -173,23 +194,30 @@ def compare_records(
     `HddmError` lists differences that are never allowed, or else all that were refused.
     """
     folder = run_folder_of(out)
-    parts = ({key: one.get(key, {}) for key in ("settings", "data")} for one in (before, record))
-    found = differences(*parts)
+    found = differences(_compared(before), _compared(record))
     # A value that the run did not record is no reason to refuse it for good.
     known = [one for one in found if one.was != ABSENT]
     fixed = [one for one in known if one.key in FIXED or one.key.startswith("data.")]
-    if refused := fixed or ([] if options.allow_config_change else found):
+    refused = fixed
+    if not fixed and not options.allow_config_change:
+        refused = found
+    if refused:
         text = "the run was started with different settings; repeat them, or pass `allow_config_change=True`"
         if fixed:
             text = "the run used other data, another objective or network; choose another `out`"
         raise HddmError(f"{folder}: {text}", map(str, refused))
+    changes: list[SettingsChange] = []
     for one in found:
         log.warning("%s: %s", folder, one)
-    return [
-        {"key": one.key.removeprefix("settings."), "was": one.was, "is": one.now}
-        for one in found
-        if one.key.startswith("settings.")
-    ]
+        if one.key.startswith("settings."):
+            key = one.key.removeprefix("settings.")
+            changes.append({"key": key, "was": one.was, "is": one.now})
+    return changes
+
+
+def _compared(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a run's record that decide whether the run can be resumed."""
+    return {"settings": record.get("settings", {}), "data": record.get("data", {})}
 
 
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
@@ -209,5 +237,9 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
 
 
 def _content(manifest: ShardManifest) -> str:
-    files = [*manifest.data, *([manifest.null] if manifest.null else [])]
-    return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])
+    """Return one line of the hashes of a shard's data files and the names of its skipped images."""
+    words = [one.sha256 for one in manifest.data]
+    if manifest.null:
+        words.append(manifest.null.sha256)
+    words += [one.file for one in manifest.skipped]
+    return " ".join(words)

@@ -64,7 +64,9 @@ def train_router(
     """
     recipe = resolve(RouterRecipe, settings, before=recipe_before(out, ROUTER_FILE, run, overwrite))
     named = [partitions] if isinstance(partitions, Path) else partitions
-    shards = [open_shard(folder) for partition in named for folder in find_shards(partition)]
+    shards: list[Shard] = []
+    for partition in named:
+        shards += [open_shard(folder) for folder in find_shards(partition)]
     _check_alike(shards)
     stored = join_samples([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
@@ -135,14 +137,14 @@ def train_router(
 def _check_alike(shards: Sequence[Shard]) -> None:
     first: dict[str, Shard] = {}
     for shard in shards:
-        if (other := first.setdefault(shard.hash, shard)) is not shard:
+        other = first.setdefault(shard.hash, shard)
+        if other is not shard:
             raise HddmError(
                 f"{shard.folder}: holds the same images as {other.folder}; name each shard once"
             )
         if (shard.shape, shard.vae) != (shards[0].shape, shards[0].vae):
-            one, two = (
-                f"{each.folder} ({each.shape}, VAE {each.vae})" for each in (shards[0], shard)
-            )
+            one = f"{shards[0].folder} ({shards[0].shape}, VAE {shards[0].vae})"
+            two = f"{shard.folder} ({shard.shape}, VAE {shard.vae})"
             raise HddmError(
                 f"{one} and {two} hold samples of different kinds; encode all of them alike"
             )

@@ -37,8 +37,9 @@ def held_out_evidence(shards: Sequence[Shard]) -> Evidence | None:
     if not all((shard.folder.parent / HELD_OUT).is_dir() for shard in shards):
         return None
     found = [open_shard(shard.folder.parent / HELD_OUT / shard.folder.name) for shard in shards]
-    if any(one.held_out_of != shard.hash for one, shard in zip(found, shards, strict=True)):
-        return None
+    for one, shard in zip(found, shards, strict=True):
+        if one.held_out_of != shard.hash:
+            return None
     store = join_samples([one.stored for one in found])
     rows = torch.arange(len(store))
     return Evidence(store, rows, store.shard_of(rows), "held-out images")
@@ -56,7 +57,8 @@ def accuracy_of(
     chosen = evenly_spaced(evidence.rows, IMAGES)
     number = len(chosen)
     log.info("measuring accuracy on %s …", counted(number, "image"))
-    images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
+    images = evidence.store.take(evidence.rows[chosen], None, None)
+    labels = evidence.labels[chosen]
     noised = noised_logits(network, images, labels, seed, JUDGED, BATCH)
     chance = labels.bincount().max().item() / number
     return {

@@ -215,8 +215,10 @@ def refuse_fixed(settings: Record, schedule: Path | None = None) -> None:
         UsageError: for the first that was requested.
     """
     fixed = [name for name in _FIXED_BY_INIT if name in settings.model_fields_set]
-    for name in (*fixed, *([] if schedule is None else ["schedule"])):
-        raise UsageError(f"`{name}`: `init` fixes it; leave it out")
+    if schedule is not None:
+        fixed.append("schedule")
+    if fixed:
+        raise UsageError(f"`{fixed[0]}`: `init` fixes it; leave it out")
 
 
 _FIXED_BY_INIT = ("size", "prediction", "weighting", "rotary")
@@ -311,7 +313,9 @@ def resolve(
     values = requested.model_dump()
     if not start.is_new:
         decided = {"prediction": start.prediction, "weighting": None, "rotary": start.rotary}
-        values |= {name: value for name, value in decided.items() if name in values}
+        for name, value in decided.items():
+            if name in values:
+                values[name] = value
     is_ddpm = values.get("objective") == "ddpm"
     # A run of another kind is refused once the recipes are compared, with all differences.
     of_kind = ("objective", "teacher", "lora_rank")
@@ -322,7 +326,11 @@ def resolve(
         values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     )
     has_muon = optimizer == "muon"
-    by_width = 0.2 if has_muon else 0.125 if issubclass(kind, RouterRecipe) else 0.5
+    by_width = 0.5
+    if has_muon:
+        by_width = 0.2
+    elif issubclass(kind, RouterRecipe):
+        by_width = 0.125
     prediction = (
         values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
     )
@@ -404,11 +412,10 @@ def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, A
     """
     content: dict[str, Any] = {}
     if path is not None:
-        known = {
-            *record.model_fields,
-            *(name for kind in SETTINGS_IN_FILES for name in kind.model_fields),
-        }
-        known -= {*RunOptions.__annotations__}
+        known = set(record.model_fields)
+        for kind in SETTINGS_IN_FILES:
+            known.update(kind.model_fields)
+        known -= RunOptions.__annotations__.keys()
         for key, value in read_yaml(path).items():
             if key not in known:
                 raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(key, known)}")

@@ -53,6 +53,11 @@ from hddm.utils.work import Work
 log = logging.getLogger(__name__)
 
 
+def trained_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of ``network`` that require gradients, by name."""
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+
 class Ema:
     """Moving average of a network's trained parameters, in float32: shadow += (1 - d) (parameter - shadow).
 
@@ -62,7 +67,7 @@ class Ema:
     def __init__(self, network: nn.Module, decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        self._live = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self._live = trained_parameters(network)
         self._shadow = {name: p.detach().float().clone() for name, p in self._live.items()}
 
     @torch.no_grad()
@@ -143,20 +148,25 @@ class TrainingState:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors by file and name, not copied; a parameter with two names occurs once."""
-        trained, saved = self._trained(), self.network.state_dict()
-        moments = {
-            f"{key}.{name}": value
-            for name, parameter in trained.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-        buffers = {name: buffer for name, buffer in self.network.named_buffers() if name in saved}
-        return {
-            WEIGHTS: {name: p.detach() for name, p in trained.items()} | buffers,
+        saved = self.network.state_dict()
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        for name, parameter in trained_parameters(self.network).items():
+            weights[name] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{key}.{name}"] = value
+        for name, buffer in self.network.named_buffers():
+            if name in saved:
+                weights[name] = buffer
+        tensors = {
+            WEIGHTS: weights,
             EMA: self.ema.tensors(),
             OPTIMIZER: moments,
             LOSSES: {"losses": torch.tensor(self.losses, dtype=torch.float64)},
-            **({WEAK: self.weak} if self.weak else {}),
         }
+        if self.weak:
+            tensors[WEAK] = self.weak
+        return tensors
 
     def keep_weak(self) -> None:
         """Keep the averages of this step as ``weak``."""
@@ -179,7 +189,8 @@ class TrainingState:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord) -> None:
         """Load what `tensors` and `progress` returned for the same network."""
-        live, trained = self.tensors(), self._trained()
+        live = self.tensors()
+        trained = trained_parameters(self.network)
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
                 value.copy_(tensors[file][key])
@@ -196,9 +207,6 @@ class TrainingState:
         self.held_out = progress.held_out
         if progress.scaler is not None:
             self.scaler.load_state_dict(progress.scaler)
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
 
 LATEST = 120.0
@@ -231,7 +239,8 @@ class Run:
 
     def restore(self, state: TrainingState) -> None:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
-        if (path := self.begun_at) is not None:
+        path = self.begun_at
+        if path is not None:
             tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
             file = path / PROGRESS
             state.load(tensors, parse_record(read_json(file), ProgressRecord, str(file)))
@@ -271,7 +280,8 @@ class Run:
 
     def kept(self) -> str:
         """Say what a training that ends now can go on from."""
-        if (newest := self.newest()) is None:
+        newest = self.newest()
+        if newest is None:
             return "there is no checkpoint yet; `resume=True` starts from the beginning"
         return f"the checkpoint of step {step_of(newest)} is complete, and `resume=True` continues from it"
 

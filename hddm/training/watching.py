@@ -87,7 +87,8 @@ def watching(
         def on_step(report: StepReport) -> None:
             # Of a checkpoint before this step: nothing may delay saving one.
             page.use(lambda one: one.renew())
-            entry, pictures = figures.add(report), dict[str, Tensor]()
+            entry = figures.add(report)
+            pictures: dict[str, Tensor] = {}
             if grids is not None and report.step % options.sample_every == 0:
                 grids.use(lambda one: pictures.update(one.draw(report)))
             if held_out is not None and report.step % options.validate_every == 0:
@@ -139,9 +140,14 @@ class Figures:
             return {}
         reports, self._reports = self._reports, []
         entry = {"train/loss": mean(report.state.losses[-self._every :])}
-        finite = [one for one in reports if math.isfinite(one.loss)]
-        losses = torch.cat([torch.zeros(0), *(one.losses for one in finite)])
-        t = torch.cat([torch.zeros(0), *(one.t for one in finite)])
+        all_losses = [torch.zeros(0)]
+        all_times = [torch.zeros(0)]
+        for one in reports:
+            if math.isfinite(one.loss):
+                all_losses.append(one.losses)
+                all_times.append(one.t)
+        losses = torch.cat(all_losses)
+        t = torch.cat(all_times)
         # Of a sample without time NaN, which is in no bin.
         bins = (t * BINS).floor().clamp(max=BINS - 1)
         for index in range(BINS):
@@ -151,10 +157,8 @@ class Figures:
         rates = ("train/learning_rate", "train/muon_learning_rate")
         entry |= dict(zip(rates, report.learning_rates, strict=False))
         entry["train/seconds_waited"] = report.waited
-        images, seconds = (
-            sum(len(one.losses) for one in reports),
-            sum(one.seconds for one in reports),
-        )
+        images = sum(len(one.losses) for one in reports)
+        seconds = sum(one.seconds for one in reports)
         entry["train/images_per_second"] = images / max(seconds, 1e-9)
         return {name: value for name, value in entry.items() if math.isfinite(value)}
 
@@ -240,7 +244,8 @@ class HeldOut:
 
     def measure(self, report: StepReport) -> dict[str, float]:
         """Figures of the step, by name; {} if the training is to stop, or if they are not finite."""
-        state, errors = report.state, dict[str, list[float]]()
+        state = report.state
+        errors: dict[str, list[float]] = {}
         # A step takes about three passes per image, a measurement one per level and set of weights.
         most = int(_COST * self._every * 3 * len(report.losses) / (2 * STRATA))
         rows = evenly_spaced(self._shard, min(max(most, 2), _MOST_HELD_OUT))
@@ -254,16 +259,20 @@ class HeldOut:
                 errors[name] = found[:, 0].mean(1).tolist()
                 if report.should_stop():
                     return {}
-        if not all(math.isfinite(one) for by_noise in errors.values() for one in by_noise):
+        measured = [*errors["raw"], *errors["ema"]]
+        if not all(math.isfinite(one) for one in measured):
             # No JSON could hold them.
             return {}
         state.held_out.append({"step": report.step, **errors})
         means = {name: sum(one) / STRATA for name, one in errors.items()}
         text = "step %d: error of the velocity on held-out images %.4f, of averaged weights %.4f"
         log.info(text, report.step, means["raw"], means["ema"])
-        figures = {f"held_out/{name}": mean for name, mean in means.items()}
-        by_noise = zip(self._times, errors["ema"], strict=True)
-        return figures | {f"held_out_by_noise/{t:.2f}": one for t, one in by_noise}
+        figures: dict[str, float] = {}
+        for name, error in means.items():
+            figures[f"held_out/{name}"] = error
+        for t, error in zip(self._times, errors["ema"], strict=True):
+            figures[f"held_out_by_noise/{t:.2f}"] = error
+        return figures
 
 
 @contextlib.contextmanager
@@ -303,7 +312,8 @@ class Guarded(Generic[T]):
 
     def use(self, act: Callable[[T], object]) -> None:
         """Do something with it, if it is open and has not failed."""
-        if (one := self._one) is not None:
+        one = self._one
+        if one is not None:
             with self._warned():
                 act(one)
 

@@ -25,7 +25,7 @@ from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.networks.families import known_family
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
-from hddm.training.continuation import add_adapter, targets_of
+from hddm.training.adapters import add_adapter, targets_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from tests.artefacts import contents, edit_json, refusal, seal

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.calibration import LEVELS, MAX_DIRECTIONS, STATES, Calibration, Moments
+from hddm.training.bounded_gain import KAPPA, bounded_gain
 from hddm.training.calibrate import calibrate
-from hddm.training.continuation import KAPPA, bounded_gain
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.cases import LINEAR, case_named, oracle_field

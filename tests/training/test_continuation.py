@@ -20,8 +20,9 @@ from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.inspection.models import inspect_model
 from hddm.networks.folders import WEIGHTS
+from hddm.training.bounded_gain import KAPPA, bounded_gain
 from hddm.training.calibrate import recalibrate
-from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
+from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError

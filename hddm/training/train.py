@@ -1,0 +1,56 @@
+"""`hddm.train`: train one expert on one shard, from scratch or from another expert."""
+
+from pathlib import Path
+
+from hddm.settings import Report, keywords, silent
+from hddm.training.continuation import continue_expert
+from hddm.training.expert import train_expert
+from hddm.training.loop import summary_of
+from hddm.training.settings import ExpertSettings, RunOptions, refuse_fixed
+from hddm.utils.progress import TrainingProgress
+
+
+@keywords
+def train(
+    shard: Path,
+    out: Path,
+    settings: ExpertSettings,
+    run: RunOptions,
+    *,
+    init: Path | None = None,
+    schedule: Path | None = None,
+    overwrite: bool = False,
+    report: Report = silent,
+) -> Path:
+    """Train one expert on one shard, from scratch or from another expert.
+
+    Checkpoints, logs and sample grids are saved in ``OUT.run``; ``resume=True`` continues from there, to the
+    same weights.
+
+    Args:
+        shard: shard folder, as ``hddm partition`` or ``hddm encode`` writes it.
+        out: the expert folder.
+        settings: its fields are keywords: see `hddm.training.settings.ExpertSettings`.
+        run: its fields are keywords too: see `hddm.training.settings.RunOptions`.
+        init: expert to continue from, with its network, prediction and schedule.
+        schedule: noise schedule (DDPM only), a scheduler file of diffusers; cosine by default.
+        overwrite: replace an expert in ``out``.
+        report: is called with a line about the losses.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        HddmError: for settings that do not fit together, the shard or ``init``, a run or an expert that is in
+            the way, and steps that are not finite.
+    """
+    if init is not None:
+        refuse_fixed(settings, schedule)
+    with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
+        if init is not None:
+            losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)
+        else:
+            losses = train_expert(shard, out, settings, schedule, overwrite, progress.reach, run)
+    if losses:
+        report(f"{out}: {summary_of(losses)}")
+    return out
