@@ -146,6 +146,7 @@ def worded() -> Iterator[None]:
     except HddmError:
         raise
     except Exception as error:
-        if (wrong := usage.wording(error)) is None:
+        wrong = usage.wording(error)
+        if wrong is None:
             raise
         raise HddmError(wrong) from error

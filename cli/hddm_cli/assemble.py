@@ -92,8 +92,10 @@ def assemble(
             )
     for first in domains:
         own = [k for k, part in enumerate(parts) if part.domain == first]
-        total = sum(parts[k].weight for k in own) / sum(part.weight for part in parts)
-        shares_of.append(f"{' with '.join(opened[k].member.label for k in own)} {total:.3g}")
+        share = sum(parts[k].weight for k in own) / sum(part.weight for part in parts)
+        labels = [opened[k].member.label for k in own]
+        shares_of.append(f"{' with '.join(labels)} {share:.3g}")
     typer.echo(f"shares: {', '.join(shares_of)}")
-    if names := join_classes(tuple(one.classes for one in opened)).names:
+    names = join_classes(tuple(one.classes for one in opened)).names
+    if names:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")

@@ -46,7 +46,8 @@ def convert(
             "--to-layout writes an expert as it is" if to_layout else "--base converts a LoRA file"
         )
         taken = {"dry_run", "to_layout"} if to_layout else {"dry_run", "base", "licence"}
-        if useless := sorted((settings.model_fields_set | options.model_fields_set) - taken):
+        useless = sorted((settings.model_fields_set | options.model_fields_set) - taken)
+        if useless:
             raise UsageError(f"--{useless[0].replace('_', '-')}: {why}; drop one of the two")
         with Progress(None, "convert" if to_layout is None else "write back"):
             if to_layout is not None:

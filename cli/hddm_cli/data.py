@@ -110,7 +110,9 @@ def captions(
 
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     begin, end = "<|startoftext|>", "<|endoftext|>"
-    words = [begin, end, *string.ascii_lowercase, *(f"{one}</w>" for one in string.ascii_lowercase)]
+    letters = string.ascii_lowercase
+    words = [begin, end, *letters]
+    words += [f"{letter}</w>" for letter in letters]
     with new_folder(out, "metadata.jsonl") as draft:
         lines = []
         for number, path in enumerate(sorted(images.rglob("*.png"))):
@@ -139,9 +141,8 @@ def captions(
         )
         encoder = kind(config)
         for parameter in encoder.parameters():
-            parameter.data = (
-                parameter.data if parameter.ndim == 1 else 0.3 * torch.randn(parameter.shape)
-            )
+            if parameter.ndim != 1:
+                parameter.data = 0.3 * torch.randn(parameter.shape)
         encoder.save_pretrained(draft / "text_encoder")
     typer.echo(f"{out}: {len(lines)} images with captions, text_encoder and tokenizer")
 

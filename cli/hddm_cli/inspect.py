@@ -52,7 +52,8 @@ def plain_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from plain_lines(value, f"{indent}  ")
         else:
-            yield from (f"{indent}  {_item(one)}" for one in value[:_MOST_ITEMS])
+            for one in value[:_MOST_ITEMS]:
+                yield f"{indent}  {_item(one)}"
             if len(value) > _MOST_ITEMS:
                 yield f"{indent}  {_rest(value)}"
 
@@ -60,9 +61,14 @@ def plain_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 def _line(name: str, value: Any) -> str | None:
     """A value on one line, None where it is too long for that."""
     if isinstance(value, Mapping):
-        pairs = [(key, _line(key, one)) for key, one in value.items()]
-        line = ", ".join(f"{key}={one}" for key, one in pairs)
-        return (line or "none") if len(line) <= _LONGEST and all(one for _, one in pairs) else None
+        parts = []
+        for key, one in value.items():
+            text = _line(key, one)
+            if not text:
+                return None
+            parts.append(f"{key}={text}")
+        line = ", ".join(parts) or "none"
+        return line if len(line) <= _LONGEST else None
     if isinstance(value, list | tuple):
         return _list(name, value)
     if (
@@ -84,10 +90,10 @@ def _list(name: str, values: Sequence[Any]) -> str | None:
         return " … ".join(shown)
     if any(len(one) > _LONGEST // 3 for one in shown) and len(shown) > 1:
         return None
-    return (
-        ", ".join([*shown[:_MOST_ITEMS], *([_rest(shown)] if len(shown) > _MOST_ITEMS else [])])
-        or "none"
-    )
+    parts = shown[:_MOST_ITEMS]
+    if len(shown) > _MOST_ITEMS:
+        parts.append(_rest(shown))
+    return ", ".join(parts) or "none"
 
 
 def _item(value: Any) -> str:

@@ -55,14 +55,14 @@ class Lines:
                     values[param.name] = param.process_value(context, given.get(param.name))
             made_of = getattr(command.callback, "made_of", None)
             records = {} if made_of is None else made_of(values, values.get("config"))
-        values = {
-            param.name: values.get(param.name, param.get_default(context))
-            for param in command.params
-        }
+        found = {}
+        for param in command.params:
+            found[param.name] = values.get(param.name, param.get_default(context))
         for record in records.values():
-            values |= dict(record)
-        values = {name: value for name, value in values.items() if name not in _OWN}
-        return Settings(values, frozenset(_read(command.callback) & values.keys()))
+            found |= dict(record)
+        for name in _OWN:
+            found.pop(name, None)
+        return Settings(found, frozenset(_read(command.callback) & found.keys()))
 
 
 LINES = Lines()
@@ -119,7 +119,7 @@ def _read(callback: Any) -> set[str]:
     """Parameters of a verb that are paths which it reads."""
     found = set()
     for name, parameter in inspect.signature(callback).parameters.items():
-        infos = [one for one in get_args(parameter.annotation) if isinstance(one, ParameterInfo)]
-        if any(one.callback is existing for one in infos):
-            found.add(name)
+        for one in get_args(parameter.annotation):
+            if isinstance(one, ParameterInfo) and one.callback is existing:
+                found.add(name)
     return found

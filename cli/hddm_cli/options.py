@@ -93,8 +93,9 @@ _SPELLED = {"prompts": "--prompt"}
 def _option(name: str, field: Any) -> Any:
     """Annotation and default of the option of a record's field."""
     kind, extras, default = field.annotation, list(field.metadata), field.default
-    if is_optional := get_origin(kind) in (Union, types.UnionType):
-        kind, *_ = (one for one in get_args(kind) if one is not type(None))
+    is_optional = get_origin(kind) in (Union, types.UnionType)
+    if is_optional:
+        kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         extras += more
@@ -102,16 +103,13 @@ def _option(name: str, field: Any) -> Any:
     spelled, arguments = name.replace("_", "-"), get_args(kind)
     names = [_SPELLED[name]] if name in _SPELLED else []
     if kind is bool and not names:
-        names = [
-            f"--{spelled}/--no-{spelled}" if is_optional or default is True else f"--{spelled}"
-        ]
+        has_opposite = is_optional or default is True
+        names = [f"--{spelled}/--no-{spelled}" if has_opposite else f"--{spelled}"]
     elif get_origin(kind) is Literal:
         kind = Literal[tuple(map(str, arguments))]
     elif get_origin(kind) is dict or arguments[1:] == (...,):
-        kind, default = (
-            types.GenericAlias(list, (str if is_read_from_text else arguments[0],)),
-            None,
-        )
+        item = str if is_read_from_text else arguments[0]
+        kind, default = types.GenericAlias(list, (item,)), None
     elif is_read_from_text:
         kind = str
     shown = next((one for one in extras if isinstance(one, Shown)), Shown())
@@ -124,52 +122,55 @@ def _option(name: str, field: Any) -> Any:
         rich_help_panel=shown.topic,
         callback=existing if READ in extras else None,
     )
-    is_open = is_optional or field.is_required() or default is None
-    return Annotated[kind | None if is_open else kind, details], None if is_open else default
+    if is_optional or field.is_required() or default is None:
+        return Annotated[kind | None, details], None
+    return Annotated[kind, details], default
 
 
 def takes(command: Callable[..., None]) -> Callable[..., None]:
     """A verb as Typer reads it: with the fields of its records as options, and without the records."""
-    named, records = [], {}
+    named: list[inspect.Parameter] = []
+    records: dict[str, type[Record]] = {}
+    left_out: dict[str, set[str]] = {}
     for one in inspect.signature(command).parameters.values():
         kind, *marks = get_args(one.annotation) or (one.annotation,)
         if isinstance(kind, type) and issubclass(kind, Record):
-            records[one.name] = kind, *(name for mark in marks for name in mark.names)
+            records[one.name] = kind
+            left_out[one.name] = set().union(*(mark.names for mark in marks))
         else:
             named.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     if not records:
         return command
     options: dict[str, tuple[Any, Any]] = {}
     taken = {*IN_FILES_ALONE, *(one.name for one in named)}
-    for record, *without in records.values():
-        fields = {name: field for name, field in record.model_fields.items() if name not in without}
-        options |= {
-            name: _option(name, field) for name, field in fields.items() if name not in taken
-        }
+    for key, record in records.items():
+        for name, field in record.model_fields.items():
+            if name not in taken and name not in left_out[key]:
+                options[name] = _option(name, field)
 
     def taking(context: typer.Context, **values: Any) -> None:
-        requested = {name: value for name, value in values.items() if is_given(context, name)}
-        own = {name: value for name, value in values.items() if name not in options}
+        requested, own = {}, {}
+        for name, value in values.items():
+            if is_given(context, name):
+                requested[name] = value
+            if name not in options:
+                own[name] = value
         command(**own, **made_of(requested, own.get("config")))
 
     def made_of(requested: Mapping[str, Any], config: Path | None = None) -> dict[str, Record]:
         """The records of a verb, by its parameters."""
+        made: dict[str, Record] = {}
         with errors_as(UsageError):
-            return {
-                name: settings_of(
-                    record, config, {k: v for k, v in requested.items() if k in record.model_fields}
-                )
-                for name, (record, *_) in records.items()
-            }
+            for name, record in records.items():
+                fields = record.model_fields
+                own = {key: value for key, value in requested.items() if key in fields}
+                made[name] = settings_of(record, config, own)
+        return made
 
-    parameters = [
-        inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        *named,
-    ]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in options.items()
-    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("context", keyword, annotation=typer.Context), *named]
+    for name, (kind, default) in options.items():
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
     taking.__doc__, taking.__name__ = command.__doc__, command.__name__
     taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     taking.__annotations__ = {one.name: one.annotation for one in parameters}

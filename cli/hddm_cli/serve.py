@@ -15,16 +15,27 @@ Resource = Annotated[str, Field(min_length=1)]
 
 
 def _replicas(texts: Any) -> Any:
-    """Numbers by expert, "" for all, of texts ``N`` or ``EXPERT=N``."""
-    return {name: number for name, _, number in (one.rpartition("=") for one in texts)}
+    """Read texts ``N`` or ``EXPERT=N`` as numbers by expert; "" stands for all experts."""
+    found = {}
+    for one in texts:
+        name, _, number = one.rpartition("=")
+        found[name] = number
+    return found
 
 
 def _resources(texts: Any) -> Any:
-    """Amounts by expert, "" for all, and resource, of texts ``NAME=NUMBER,…`` or ``EXPERT:NAME=NUMBER,…``."""
+    """Read texts ``NAME=NUMBER,…`` or ``EXPERT:NAME=NUMBER,…`` as amounts by expert and resource.
+
+    The name "" stands for all experts.
+    """
     found = {}
-    for name, _, listed in (one.rpartition(":") for one in texts):
-        pairs = (one.partition("=") for one in listed.split(","))
-        found[name] = {resource.strip(): number or resource for resource, _, number in pairs}
+    for one in texts:
+        name, _, listed = one.rpartition(":")
+        amounts = {}
+        for pair in listed.split(","):
+            resource, _, number = pair.partition("=")
+            amounts[resource.strip()] = number or resource
+        found[name] = amounts
     return found
 
 

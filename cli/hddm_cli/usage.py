@@ -5,7 +5,7 @@ Typer brings its own copy of click, or does not, by its version; so its objects 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -49,10 +49,18 @@ _WORDS = {
     "PROJECT": "wandb",
     "LOW:HIGH": "noise_range",
 }
-TOPIC_OF, WORD_OF = (
-    {name: title for title, names in table.items() for name in names.split()}
-    for table in (_TOPICS, _WORDS)
-)
+
+
+def _titles(table: Mapping[str, str]) -> dict[str, str]:
+    """The title that each name stands under in a table of names by title."""
+    found = {}
+    for title, names in table.items():
+        for name in names.split():
+            found[name] = title
+    return found
+
+
+TOPIC_OF, WORD_OF = _titles(_TOPICS), _titles(_WORDS)
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)(?:=True)?`")
 _FEW = 8
 """Most parameters of a verb whose options need no topics."""
@@ -78,11 +86,11 @@ class Verb(TyperCommand):
         return parser
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        arguments = [one for one in self.params if one.param_type_name == "argument"]
-        return [
-            "[OPTIONS]",
-            *(_term(one) if one.required else f"[{_term(one)}]" for one in arguments),
-        ]
+        pieces = ["[OPTIONS]"]
+        for one in self.params:
+            if one.param_type_name == "argument":
+                pieces.append(_term(one) if one.required else f"[{_term(one)}]")
+        return pieces
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         topics: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
@@ -157,7 +165,10 @@ def _term(param: Any) -> str:
 def _text(param: Any) -> str:
     parts = [param.help or ""]
     if not getattr(param, "is_flag", True):
-        parts += ["May be repeated."] * param.multiple + ["Required."] * param.required
+        if param.multiple:
+            parts.append("May be repeated.")
+        if param.required:
+            parts.append("Required.")
         if param.default is not None:
             parts.append(f"Default: {str(param.default).strip('()')}.")
     return " ".join(parts)
@@ -184,7 +195,9 @@ def _of_option(error: Any, verb: str) -> str:
     option = error.option_name
     if not hasattr(error, "possibilities"):
         return f"{option}: {_sentence(error.message).removeprefix(f'option {option!r} ')}"
-    known = [name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)]
+    known: list[str] = []
+    for one in error.ctx.command.params:
+        known += [*one.opts, *one.secondary_opts]
     nearest = did_you_mean(option, known) or f"; {verb} --help lists what there is"
     return f"{option}: no such option of {verb}{nearest}"
 

@@ -56,11 +56,12 @@ def verify(
                 verify_expert(folder, shard, settings.seed, settings.base, settings.device)
             )
         if not as_json:
-            hint = "; pass --data to measure the denoising error too" if is_one else ""
-            unjudged = (
-                "; it records no shard, so it was not tested on images" if shard is None else ""
-            )
-            _show_line(verdicts[-1], unjudged if data else hint)
+            hint = ""
+            if data and shard is None:
+                hint = "; it records no shard, so it was not tested on images"
+            elif not data and is_one:
+                hint = "; pass --data to measure the denoising error too"
+            _show_line(verdicts[-1], hint)
             if is_one:
                 _show(verdicts[-1])
     if as_json:
@@ -70,9 +71,9 @@ def verify(
     refused = [verdict for verdict in verdicts if not verdict.accepted]
     if refused or around:
         of = "" if is_one or not refused else f"{len(refused)} of {len(experts)} experts "
-        lines = [
-            f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems
-        ]
+        lines = []
+        for verdict in refused:
+            lines += [f"{verdict.folder}: {problem}" for problem in verdict.problems]
         raise HddmError(f"{expert}: {of}failed", lines + around)
     if not (as_json or is_one):
         hint = "" if data else "; pass --data to measure the denoising error too"
@@ -103,26 +104,23 @@ def _images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
     there is none, `UsageError` is raised. Of several experts one that was converted gets None.
     """
-    below = sorted(
-        p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists()
-    )
+    folders = sorted(path.parent for path in data.glob(f"*/{MANIFEST}"))
+    below = [folder for folder in folders if not (folder / EXPERT_FILE).exists()]
     if (data / MANIFEST).exists() or not below:
         return [data] * len(experts)
     from hddm.data.shard_records import LARGEST_MANIFEST
 
-    records = {folder: read_json(folder / MANIFEST, LARGEST_MANIFEST) for folder in below}
-    shards = {
-        str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()
-    }
+    shards = {}
+    for folder in below:
+        record = read_json(folder / MANIFEST, LARGEST_MANIFEST)
+        shards[str(record.get("held_out_of") or record.get("hash"))] = folder
     found: list[Path | None] = []
     for expert in experts:
         own = (read_json(expert / EXPERT_FILE).get("shard") or {}).get("hash")
         if own not in shards and (own is not None or len(experts) == 1):
-            origin = (
-                "does not say what it was trained on"
-                if own is None
-                else f"is of shard {str(own)[:16]}…"
-            )
+            origin = "does not say what it was trained on"
+            if own is not None:
+                origin = f"is of shard {str(own)[:16]}…"
             text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
             raise UsageError(f"`data` {data}: {text}")
         found.append(None if own is None else shards[own])
