@@ -87,7 +87,7 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
 
 
 class _LayersError(HddmError, AttributeError):
-    """Of an attribute that a stand-in lacks, so that ``hasattr`` of diffusers is False."""
+    """Raised for an attribute that a stand-in lacks, so that ``hasattr`` of diffusers is False."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class DropIn(nn.Module):
         # torch.compile, or another stand-in, holds the network itself.
         inner = getattr(network, "_orig_mod", network)
         replaced = getattr(inner, "_replaced", inner)
-        if (family := family_of(replaced)) is None:
+        family = family_of(replaced)
+        if family is None:
             kind = type(replaced).__name__
             raise HddmError(
                 f"{type(pipe).__name__}'s {name} is of class {kind}, which is no expert's"
@@ -143,11 +144,12 @@ class DropIn(nn.Module):
             )
         wanted = family.text_width(replaced.config)
         widths = [text_width(one.network) for one in ensemble.experts]
-        if other := next((one for one in widths if one not in (None, wanted)), None):
-            raise HddmError(
-                f"an expert takes text of width {other}, and {type(pipe).__name__} gives its {name} width "
-                f"{wanted}: they were trained with different text encoders"
-            )
+        for width in widths:
+            if width and width != wanted:
+                raise HddmError(
+                    f"an expert takes text of width {width}, and {type(pipe).__name__} gives its {name} "
+                    f"width {wanted}: they were trained with different text encoders"
+                )
         modules = [one.network for one in ensemble.experts if isinstance(one.network, nn.Module)]
         self.networks = nn.ModuleList(modules)
         self.model, self.pipe = ensemble, pipe
@@ -167,7 +169,7 @@ class DropIn(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the replaced network, or what this one was cast to since."""
+        """Dtype of the replaced network, or the one that this network was cast to since."""
         return self.placement.dtype
 
     @property
@@ -223,18 +225,22 @@ class DropIn(nn.Module):
     def _read(self, *args: Any, **kwargs: Any) -> _Call:
         """The call, by the signature of the network that is replaced; refuses inputs that would be lost."""
         bound = inspect.signature(type(self._replaced).forward).bind(None, *args, **kwargs)
-        (_, _), (_, state), *rest = bound.arguments.items()
-        given = dict(rest)
-        given |= given.pop("added_cond_kwargs", None) or {}
-        timestep = torch.as_tensor(given.pop("timestep"))
-        given = {
-            name: one
-            for name, one in given.items()
-            if not (one is None or one is False or one == {})
-        }
+        # The first argument is the network itself, the second one the state.
+        _, state, *_ = bound.arguments.values()
+        passed = dict([*bound.arguments.items()][2:])
+        passed |= passed.pop("added_cond_kwargs", None) or {}
+        timestep = torch.as_tensor(passed.pop("timestep"))
+        given: dict[str, Any] = {}
+        for name, one in passed.items():
+            is_empty = one is None or one is False or one == {}
+            if not is_empty:
+                given[name] = one
         state, given = self._family.read_call(state, given)
-        residuals = {one: given.pop(one) for one in self._family.residuals if one in given}
-        odd = [one for one, value in given.items() if not isinstance(value, Tensor)]
+        residuals: dict[str, Any] = {}
+        for name in self._family.residuals:
+            if name in given:
+                residuals[name] = given.pop(name)
+        odd = [name for name, one in given.items() if not isinstance(one, Tensor)]
         if odd:
             raise HddmError(f"{', '.join(odd)}: the experts have no such input; leave it out")
         return _Call(state, timestep, given, residuals)
@@ -259,8 +265,10 @@ class DropIn(nn.Module):
         experts = self.model.experts
         if any(one.calibration is not None for one in experts):
             return
-        low, high = min(one.range[0] for one in experts), max(one.range[1] for one in experts)
-        if (beyond := (times < low - ROUNDING) | (times > high + ROUNDING)).any():
+        low = min(one.range[0] for one in experts)
+        high = max(one.range[1] for one in experts)
+        beyond = (times < low - ROUNDING) | (times > high + ROUNDING)
+        if beyond.any():
             raise HddmError(
                 f"t = {float(times[beyond][0]):.4g} of the pipeline's scheduler lies outside the range of all"
                 f" experts, {low:.4g} to {high:.4g}; to extend it: hddm calibrate"
@@ -269,22 +277,22 @@ class DropIn(nn.Module):
     def _velocity(self, x: Tensor, times: Tensor, call: _Call) -> Tensor:
         model, conditions = self.model, call.conditions
         check_names(conditions, model.conditions)
-        if call.residuals and any(
-            family_behind(one.network) is not self._family for one in model.experts
-        ):
-            raise HddmError(
-                f"a ControlNet adds to layers of {self._kind}, and an expert's network is of another class"
-            )
+        for one in model.experts:
+            if call.residuals and family_behind(one.network) is not self._family:
+                raise HddmError(
+                    f"a ControlNet adds to layers of {self._kind}, and an expert's network is of another "
+                    "class"
+                )
         choice = Choice(self._weights(x, times, conditions))
         model.check_able(choice.weights, conditions)
         inputs = model.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
         model.check_inputs(inputs)
         if call.residuals:
-            here = {k: rows for k, (rows, _) in choice.parts(x.device).items()}
-            inputs = {
-                k: Inputs(own.guidance, {**own.conditions, **_rows(call.residuals, here[k])}, {})
-                for k, own in inputs.items()
-            }
+            parts = choice.parts(x.device)
+            for k, own in inputs.items():
+                rows, _ = parts[k]
+                with_residuals = {**own.conditions, **_rows(call.residuals, rows)}
+                inputs[k] = Inputs(own.guidance, with_residuals, {})
         return model.mix(x, times, choice, inputs)
 
     def _weights(self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
@@ -341,7 +349,8 @@ class DropIn(nn.Module):
             run.prior = None if pooled is None or pooled.shape[1] != width else router(pooled)
         own = Conditions(_of_images(conditions, run.images), prior=run.prior)
         shares = model.prior_of(run.images, own.given, own.prior)
-        if (blind := blind_draw(model, own, shares)) is not None and model.strategy == "draw":
+        blind = blind_draw(model, own, shares)
+        if blind is not None and model.strategy == "draw":
             warnings.warn(blind, stacklevel=2)
         self._generation = run
         return run
@@ -349,29 +358,33 @@ class DropIn(nn.Module):
 
 def _is_described(ensemble: Ensemble) -> bool:
     """True where experts are described with the text encoder that they read prompts by."""
-    records = [part.topic.record for part in ensemble.parts if part.topic is not None]
-    topics = {record.text_encoder.fingerprint for record in records if record is not None}
-    readers = {
-        getattr(part.text_encoder, "fingerprint", None)
-        for part in ensemble.parts
-        if TEXT_TOKENS in (part.field.conditions or ())
-    }
+    topics, readers = set(), set()
+    for part in ensemble.parts:
+        if part.topic is not None and part.topic.record is not None:
+            topics.add(part.topic.record.text_encoder.fingerprint)
+        if TEXT_TOKENS in (part.field.conditions or ()):
+            readers.add(getattr(part.text_encoder, "fingerprint", None))
     return bool(topics) and topics == readers
 
 
 def _of_images(conditions: Mapping[str, Tensor], images: int) -> dict[str, Tensor]:
     """Conditions of the images: pipelines put the branch without a class last, and without a prompt first."""
-    return {
-        name: one[:images] if name == LABELS else one[-images:] for name, one in conditions.items()
-    }
+    found = {}
+    for name, one in conditions.items():
+        found[name] = one[:images] if name == LABELS else one[-images:]
+    return found
 
 
 def _rows(
     residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | None
 ) -> dict[str, Any]:
+    """The residuals of these rows of the batch; None stands for all rows."""
     if rows is None:
         return dict(residuals)
-    return {
-        name: one[rows] if isinstance(one, Tensor) else tuple(level[rows] for level in one)
-        for name, one in residuals.items()
-    }
+    found: dict[str, Any] = {}
+    for name, one in residuals.items():
+        if isinstance(one, Tensor):
+            found[name] = one[rows]
+        else:
+            found[name] = tuple(level[rows] for level in one)
+    return found

@@ -42,7 +42,7 @@ class Generation:
     has_left: bool = False
     """True once a call was below ``start``."""
     others: tuple[Tensor, ...] = ()
-    """``signs`` of those before it that also began at ``start``, and did not leave it."""
+    """``signs`` of the earlier generations that also began at ``start`` and did not leave it."""
 
     @property
     def images(self) -> int:
@@ -52,8 +52,10 @@ class Generation:
     @property
     def places(self) -> Tensor:
         """(images,) numbers in [0, 1) that choose experts."""
-        digests = [hashlib.sha256(row.numpy().tobytes()).digest() for row in self.signs]
-        places = [int.from_bytes(one[:6], "big") / 2**48 for one in digests]
+        places = []
+        for row in self.signs:
+            digest = hashlib.sha256(row.numpy().tobytes()).digest()
+            places.append(int.from_bytes(digest[:6], "big") / 2**48)
         return torch.tensor(places, dtype=torch.float64)
 
     def of_branches(self, values: Tensor, num: int) -> Tensor:
@@ -71,11 +73,17 @@ def _likeness(signs: Tensor, others: Tensor) -> float:
     return float((signs == others).double().mean()) if signs.shape == others.shape else 0.0
 
 
+def _is_repeated(x: Tensor, num: int) -> bool:
+    """True if a batch consists of ``num`` equal parts."""
+    if len(x) % num:
+        return False
+    first = x.chunk(num)[0]
+    return all(first.equal(part) for part in x.chunk(num))
+
+
 def signs_of(x: Tensor) -> Tensor:
     """Signs of the images of a batch whose rows may be repeated, once per branch of guidance."""
-    branches = next(
-        n for n in (2, 3, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n)))
-    )
+    branches = next(num for num in (2, 3, 1) if _is_repeated(x, num))
     # A scheduler scales its states; signs stay.
     return (x[: len(x) // branches] > 0).cpu()
 

@@ -37,20 +37,13 @@ from hddm.utils.records import MANIFEST, PAPERS, has_manifest, model_hash, seale
 
 CARD = "README.md"
 MARK = "<!-- hddm push writes this card anew; without this line it is yours, and stays. -->"
+# fmt: off
 _HUB_LICENCES = {
-    *(
-        "apache-2.0",
-        "mit",
-        "bsd-2-clause",
-        "bsd-3-clause",
-        "mpl-2.0",
-        "gpl-3.0",
-        "agpl-3.0",
-        "lgpl-3.0",
-    ),
-    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0"),
-    *("openrail", "openrail++", "creativeml-openrail-m", "bigscience-openrail-m", "unlicense"),
+    "apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "gpl-3.0", "agpl-3.0", "lgpl-3.0",
+    "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0",
+    "openrail", "openrail++", "creativeml-openrail-m", "bigscience-openrail-m", "unlicense",
 }
+# fmt: on
 """Licences that hubs know by name; any other is ``other``, with its own name beside it."""
 _NON_COMMERCIAL = re.compile(
     r"(?<![a-z])(nc(?![a-z])|non.?commercial|research.only)", re.IGNORECASE
@@ -72,10 +65,10 @@ class Upload:
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        files = self.files.items()
-        return {
-            name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files
-        }
+        found = {}
+        for name, one in self.files.items():
+            found[name] = len(one) if isinstance(one, bytes) else one.stat().st_size
+        return found
 
 
 def plan_upload(
@@ -106,37 +99,48 @@ def plan_upload(
         )
     record = read_ensemble_record(folder)
     refuse_damaged_ensemble(folder, record, range(len(record.experts)))
-    if line := foreign_pipeline(folder):
+    line = foreign_pipeline(folder)
+    if line:
         raise HddmError(f"{folder}/{line}")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     sealed = sealed_files(folder) if has_manifest(folder) else {MANIFEST}
-    if gone := sorted(name for name in sealed if not inside(folder, name).is_file()):
+    gone = [name for name in sorted(sealed) if not inside(folder, name).is_file()]
+    if gone:
         again = f"write a new {MANIFEST} with hddm assemble {folder} --strategy {record.strategy}"
         raise HddmError(f"{folder / gone[0]}: is missing; copy the whole folder again, or {again}")
     others = [name for name in sorted(names - sealed) if not re.search(r"(^|/)\.", name)]
-    papers = {name for name in others if name == PIPELINE_FILE or Path(name).stem.upper() in PAPERS}
-    papers |= {name for name in others if name.lower().endswith(_PICTURES)}
-    # Folders of other tools may hold private pictures and notes.
-    papers = {name for name in papers if Path(name).parent.as_posix() in (".", "pictures")}
-    files: dict[str, Path | bytes] = {
-        name: inside(folder, name) for name in sorted(sealed | papers)
-    }
+    papers = {name for name in others if _is_paper(name)}
+    files: dict[str, Path | bytes] = {}
+    for name in sorted(sealed | papers):
+        files[name] = inside(folder, name)
     own, sheet = folder / CARD, None
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
     given = {"licence": licence, "picture": picture, "results": results}
-    if is_own and (requested := [name for name, one in given.items() if one is not None]):
-        raise UsageError(
-            f"`{requested[0]}`: is for a card that hddm writes, and {own} is yours; drop one"
-        )
+    for name, one in given.items():
+        if is_own and one is not None:
+            raise UsageError(
+                f"`{name}`: is for a card that hddm writes, and {own} is yours; drop one"
+            )
     if picture is not None:
         sheet = f"picture{picture.suffix.lower()}"
         files[sheet] = picture
     text, notes = model_card(folder, repo_id, record, licence, sheet, results)
-    if left_out := shown([name for name in others if name not in papers]):
+    left_out = shown([name for name in others if name not in papers])
+    if left_out:
         notes.append(f"left out, since no manifest lists them: {', '.join(left_out)}")
     if is_own:
         return Upload(repo_id, files, (f"{own} is yours, and is the card as it is", *notes))
     return Upload(repo_id, files | {CARD: text.encode()}, tuple(notes))
+
+
+def _is_paper(name: str) -> bool:
+    """True for README, LICENSE, pictures and the code of a pipeline."""
+    path = Path(name)
+    # Folders of other tools may hold private pictures and notes.
+    if path.parent.as_posix() not in (".", "pictures"):
+        return False
+    is_picture = name.lower().endswith(_PICTURES)
+    return is_picture or name == PIPELINE_FILE or path.stem.upper() in PAPERS
 
 
 def upload(
@@ -170,8 +174,10 @@ def upload(
             return str(address)
     # For connections it raises the errors of another library, which differ by its version.
     except Exception as error:
-        answers = (getattr(one, "response", None) for one in (error, error.__cause__))
-        status = next((one.status_code for one in answers if one is not None), None)
+        answer = getattr(error, "response", None)
+        if answer is None:
+            answer = getattr(error.__cause__, "response", None)
+        status = None if answer is None else answer.status_code
         why = {
             401: "the hub does not accept this token; log in again with hf auth login, or set HF_TOKEN",
             403: f"this token may not write to {repo_id}; use a token of its owner that may write",
@@ -209,9 +215,11 @@ def model_card(
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
     classes = join_classes(tuple(one.classes for one in experts)).names
-    shapes = dict.fromkeys(
-        "×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records
-    )
+    shapes: dict[str, None] = {}
+    by_name: dict[str, ExpertRecord] = {}
+    for member, one in zip(record.experts, records, strict=True):
+        by_name[member.label] = one
+        shapes["×".join(map(str, one.sample_shape)) + f" {one.space}"] = None
     environment = templates(is_html=False, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {
         "literal": _literal,
@@ -225,7 +233,7 @@ def model_card(
         title=title,
         remarks=[line.split(":", 1) for line in said],
         records=records,
-        by_name=dict(zip((one.label for one in record.experts), records, strict=True)),
+        by_name=by_name,
         licences=licences,
         components=components,
         takes_text=has_text,
@@ -247,14 +255,17 @@ def licences_of(
     folder: Path, record: EnsembleRecord, records: Sequence[ExpertRecord], stated: str | None
 ) -> Licences:
     """Licences of the experts, and of other parts whose own card states one."""
-    pairs = zip(record.experts, records, strict=True)
-    found = {member.label: _known(one.licence) or stated for member, one in pairs}
+    found = {}
+    for member, one in zip(record.experts, records, strict=True):
+        found[member.label] = _known(one.licence) or stated
     for name in components_in(folder):
         card = folder / name / CARD
         with contextlib.suppress(ValueError, OSError):
-            of = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else None
-            if of is not None and (one := _known(of.get("license_name") or of.license)):
-                found[name] = one
+            if card.is_file():
+                of = ModelCard.load(card, ignore_metadata_errors=True).data
+                licence = _known(of.get("license_name") or of.license)
+                if licence:
+                    found[name] = licence
     return found
 
 
@@ -271,23 +282,30 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     It is the parts' licence if they share one. One non-commercial part makes the whole non-commercial, and an
     unknown licence makes it unknown.
     """
-    said = [
-        f"Non-commercial: {name} is under {one}, so all of this is not for commercial use."
-        for name, one in licences.items()
-        if one is not None and _NON_COMMERCIAL.search(one)
-    ]
-    is_free, unknown = not said, [name for name, one in licences.items() if one is None]
+    said: list[str] = []
+    unknown: list[str] = []
+    stated: set[str] = set()
+    for name, one in licences.items():
+        if one is None:
+            unknown.append(name)
+        if not one:
+            continue
+        if _NON_COMMERCIAL.search(one):
+            text = f"{name} is under {one}, so all of this is not for commercial use."
+            said.append(f"Non-commercial: {text}")
+        for each in one.lower().split(" and "):
+            # A remark in brackets names the source of the licence.
+            stated.add(re.sub(r" \(.*", "", each))
+    is_free = not said
     if unknown:
         said.append(f"Licence unknown: ask the owner of {', '.join(unknown)}.")
-    # A remark in brackets names the source of the licence.
-    stated = {each for one in licences.values() if one for each in one.lower().split(" and ")}
-    joint = " and ".join(sorted({re.sub(r" \(.*", "", one) for one in stated}))
+    joint = " and ".join(sorted(stated))
     if not unknown and joint in _HUB_LICENCES:
         return joint, None, said
     if unknown and is_free:
         return "unknown", None, said
-    name = re.sub(r"[^a-z0-9.+]+", "-", joint).strip("-")
-    return "other", name, said
+    joint_name = re.sub(r"[^a-z0-9.+]+", "-", joint).strip("-")
+    return "other", joint_name, said
 
 
 def _measured(results: Path, folder: Path, title: str) -> str:

@@ -62,10 +62,8 @@ class Encoding(Offloading):
                 arguments, and arguments that exclude each other.
         """
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
-        texts, negatives = (
-            _texts_of(prompt, "prompt"),
-            _texts_of(negative_prompt, "negative_prompt"),
-        )
+        texts = _texts_of(prompt, "prompt")
+        negatives = _texts_of(negative_prompt, "negative_prompt")
         if not any(negatives or ()):
             # The empty text is what guidance moves away from anyway.
             negatives = None
@@ -79,7 +77,8 @@ class Encoding(Offloading):
             tokens, pooled = self._embed(texts)
             _add(given, tokens)
             labels, prior = self._routed(texts, has_labels, pooled)
-            given |= {} if labels is None else {LABELS: labels}
+            if labels is not None:
+                given[LABELS] = labels
         if negatives is None and texts is not None and guided and TEXT_TOKENS not in against:
             negatives = [""]
         if negatives is not None and self.readers:
@@ -125,9 +124,8 @@ class Encoding(Offloading):
         num = math.lcm(*map(len, given.values()))
         cycled = Conditions({LABELS: given[LABELS]}, {}, prior).cycled(range(num))
         text = {name: value for name, value in given.items() if name != LABELS}
-        able = [
-            found for one in (text, cycled.given) if (found := ensemble.able(num, one)) is not None
-        ]
+        found = (ensemble.able(num, text), ensemble.able(num, cycled.given))
+        able = [one for one in found if one is not None]
         if not able:
             return prior
         shares = ensemble.prior_of(num, text | cycled.given, cycled.prior)
@@ -140,9 +138,13 @@ class Encoding(Offloading):
     @property
     def readers(self) -> set[int]:
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
-        numbers = zip(self.experts.records, self.ensemble.texts, strict=True)
-        found = {number for record, number in numbers if TEXT_TOKENS in record.conditions}
-        return found | (set() if self._topics is None else {self._topics})
+        found = set()
+        for record, number in zip(self.experts.records, self.ensemble.texts, strict=True):
+            if TEXT_TOKENS in record.conditions:
+                found.add(number)
+        if self._topics is not None:
+            found.add(self._topics)
+        return found
 
     @property
     def takes_prompts(self) -> bool:
@@ -159,8 +161,10 @@ class Encoding(Offloading):
     @property
     def _takes_classes(self) -> Tensor:
         """Which experts get the class that a prompt names (K,)."""
-        conditions = (one.conditions for one in self.experts.records)
-        return torch.tensor([LABELS in given and TEXT_TOKENS not in given for given in conditions])
+        found = []
+        for record in self.experts.records:
+            found.append(LABELS in record.conditions and TEXT_TOKENS not in record.conditions)
+        return torch.tensor(found)
 
     @property
     def _reads_text(self) -> Tensor:
@@ -169,8 +173,8 @@ class Encoding(Offloading):
 
     def _reader(self, number: int) -> tuple[Any, Any] | None:
         """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""
-        names = (numbered("text_encoder", number), numbered("tokenizer", number))
-        encoder, words = (getattr(self, name, None) for name in names)
+        encoder = getattr(self, numbered("text_encoder", number), None)
+        words = getattr(self, numbered("tokenizer", number), None)
         is_whole = isinstance(encoder, PromptEncoders) or None not in (encoder, words)
         return (encoder, words) if is_whole else None
 
@@ -180,19 +184,18 @@ class Encoding(Offloading):
         """Conditions by the ensemble's names of them, and embeddings that topics compare."""
         found, pooled = dict[str, Tensor](), None
         for number in sorted(self.readers):
-            if (reader := self._reader(number)) is None:
+            reader = self._reader(number)
+            if reader is None:
                 names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
                 raise HddmError(
                     f"`prompt`: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
                     "FOLDER; to Paris as folders of these names), or pass `conditions`"
                 )
             with self.present(reader[0]) as present:
-                is_whole = isinstance(present, PromptEncoders)
-                made = (
-                    present.embed(texts, is_negative)
-                    if is_whole
-                    else embed(present, reader[1], texts)
-                )
+                if isinstance(present, PromptEncoders):
+                    made = present.embed(texts, is_negative)
+                else:
+                    made = embed(present, reader[1], texts)
             pooled = made.pooled if number == self._topics else pooled
             for keyword, value in made.conditions.items():
                 name = numbered(keyword, number)
@@ -210,11 +213,10 @@ class Encoding(Offloading):
         ensemble, takes_classes = self.ensemble, self._takes_classes
         if pooled is None and not takes_classes.any():
             return None, None
-        rows, is_described = (
-            ensemble.prior.expand(len(texts), -1),
-            torch.zeros(len(takes_classes)).bool(),
-        )
-        if pooled is not None and (router := ensemble.prompt_router) is not None:
+        rows = ensemble.prior.expand(len(texts), -1)
+        is_described = torch.zeros(len(takes_classes)).bool()
+        router = None if pooled is None else ensemble.prompt_router
+        if router is not None:
             rows = router(pooled)
             is_described = torch.tensor([part.topic is not None for part in ensemble.parts])
         if not takes_classes.any() or has_labels:
@@ -224,9 +226,8 @@ class Encoding(Offloading):
         by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
         # Class experts without a topic share their part of the images among those that know the class.
         named = by_class * ~is_described
-        part = (ensemble.prior * takes_classes * ~is_described).sum() * (
-            named.sum(1, keepdim=True) > 0
-        )
+        part = (ensemble.prior * takes_classes * ~is_described).sum()
+        part = part * (named.sum(1, keepdim=True) > 0)
         named = part * named / named.sum(1, keepdim=True).clamp_min(1e-300)
         rows = torch.where(
             takes_classes, rows * is_described * (by_class > 0), rows * self._reads_text
@@ -234,12 +235,12 @@ class Encoding(Offloading):
         # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
         rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
-        if not (rows.sum(1) > 0).all():
-            text = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
-            some = ", ".join(ensemble.classes[:5])
-            raise HddmError(
-                f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"
-            )
+        for text, row in zip(texts, rows, strict=True):
+            if not row.any():
+                some = ", ".join(ensemble.classes[:5])
+                raise HddmError(
+                    f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"
+                )
         return labels, rows / rows.sum(1, keepdim=True) if rows.shape[1] > 1 else None
 
 
@@ -262,7 +263,8 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
     text = composed(text)
     found = [name for name in classes if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
     longest = max(found, key=len, default="")
-    if others := [name for name in found if name.lower() not in longest.lower()]:
+    others = [name for name in found if name.lower() not in longest.lower()]
+    if others:
         warnings.warn(
             f"prompt {text[:60]!r}: taken as {longest}, not {' and '.join(others)}", stacklevel=2
         )
@@ -271,7 +273,8 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
 
 def _add(into: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Add conditions; raises an `HddmError` for one that is there already."""
-    if twice := into.keys() & new.keys():
+    twice = into.keys() & new.keys()
+    if twice:
         raise HddmError(f"{min(twice)} has two sources (prompt, labels, conditions): pass one")
     into |= new
 
@@ -343,9 +346,12 @@ def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = 
         pixels = images.float() if images.ndim == 4 else images.float()[None]
     else:
         listed = [images] if isinstance(images, Image.Image) else list(images)
-        modes = [as_trained(one, name).convert("L" if channels == 1 else "RGB") for one in listed]
-        fitted = [ImageOps.fit(one, size[::-1], Image.Resampling.LANCZOS) for one in modes]
-        rows = [torch.from_numpy(np.array(one)).view(*size, channels) for one in fitted]
+        mode = "L" if channels == 1 else "RGB"
+        rows = []
+        for one in listed:
+            picture = as_trained(one, name).convert(mode)
+            fitted = ImageOps.fit(picture, size[::-1], Image.Resampling.LANCZOS)
+            rows.append(torch.from_numpy(np.array(fitted)).view(*size, channels))
         pixels = to_unit_range(torch.stack(rows).movedim(-1, 1))
     return pixels
 
@@ -366,15 +372,14 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
         is_open = found >= 0.5
     else:
         is_open = pixels_of(masks, 1, size, "mask_image") >= 0
-        pictures = [
-            one
-            for side in (masks, images)
-            for one in (side if isinstance(side, Sequence) else [side])
-        ]
-        sizes = [one.size for one in pictures if isinstance(one, Image.Image)]
+        sizes = []
+        for side in (masks, images):
+            for one in side if isinstance(side, Sequence) else [side]:
+                if isinstance(one, Image.Image):
+                    sizes.append(one.size)
         ratios = [width / height for width, height in sizes]
         if max(ratios) > 1.02 * min(ratios):
-            mask, image = ("×".join(map(str, one)) for one in (sizes[0], sizes[-1]))
+            mask, image = "×".join(map(str, sizes[0])), "×".join(map(str, sizes[-1]))
             raise HddmError(
                 f"mask_image of {mask} pixels is cropped unlike image of {image}; crop both"
             )
@@ -389,8 +394,9 @@ class Pictures(Offloading):
 
     @property
     def _no_vae(self) -> str:
-        """That there is no VAE and how to add one, in words."""
-        if (folder := self._folder) is None:
+        """Words that say that there is no VAE, and how to add one."""
+        folder = self._folder
+        if folder is None:
             remedy = "vae="
         elif (folder / EXPERT_FILE).exists():
             remedy = f"hddm assemble {folder} --vae FOLDER --out ENSEMBLE"
@@ -417,20 +423,14 @@ class Pictures(Offloading):
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
-        part, shape, size = (
-            self.vae_of(expert),
-            self.experts.records[expert].sample_shape,
-            self.size_of(expert),
-        )
-        if (
-            part is None
-            and not self.experts.records[expert].makes_pictures
-            and not isinstance(image, Tensor)
-        ):
+        record = self.experts.records[expert]
+        part, shape, size = self.vae_of(expert), record.sample_shape, self.size_of(expert)
+        if part is None and not record.makes_pictures and not isinstance(image, Tensor):
             raise HddmError(
                 f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents"
             )
-        x_0 = pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
+        channels = shape[0] if part is None else part.config.in_channels
+        x_0 = pixels = pixels_of(image, channels, size)
         mask = pixel_mask = None if mask_image is None else mask_of(mask_image, image, size)
         if part is not None:
             with self.present(part) as vae:
@@ -444,16 +444,16 @@ class Pictures(Offloading):
     def images_of(self, how: Plan, batch: Batch, samples: Tensor) -> Tensor:
         """Images of a batch's samples (`decode`), in which its picture keeps its own pixels."""
         picture = how.picture(batch.kind)
-        return self.decode(
-            samples, batch.kind, None if picture is None else picture.rows(batch.rows)
-        )
+        own = None if picture is None else picture.rows(batch.rows)
+        return self.decode(samples, batch.kind, own)
 
     def decode(self, latents: Tensor, expert: int = 0, picture: Picture | None = None) -> Tensor:
         """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or clipped pixels.
 
         Pixels that a ``picture`` keeps are its own.
         """
-        if (part := self.vae_of(expert)) is None:
+        part = self.vae_of(expert)
+        if part is None:
             images = latents.float().clamp(-1, 1)
         else:
             with self.present(part) as vae:

@@ -40,7 +40,8 @@ def dtypes_of(dtype: DtypeOfParts) -> dict[str, torch.dtype]:
     for name in by_part:
         if name not in (*NETWORKS, "default"):
             raise HddmError(f"dtype: {choose(name, (*NETWORKS, 'default'))}, not {name!r}")
-    return {name: by_part.get(name, by_part.get("default")) or torch.float32 for name in NETWORKS}
+    others = by_part.get("default")
+    return {name: by_part.get(name, others) or torch.float32 for name in NETWORKS}
 
 
 def read_parts(
@@ -56,7 +57,8 @@ def read_parts(
         if kind == "tokenizer":
             found[name] = read_tokenizer(place)
         else:
-            found[name] = (read_vae if kind == "vae" else read_texts)(place, dtypes[kind])
+            read = read_vae if kind == "vae" else read_texts
+            found[name] = read(place, dtypes[kind])
     return found
 
 
@@ -85,11 +87,11 @@ class StockPart(diffusers.ModelMixin):  # type: ignore[misc]
 
 def parts_for_loader(index: Mapping[str, Any]) -> dict[str, Any]:
     """Library and class of each part of ``model_index.json``, with `StockPart` for those of `NETWORKS`."""
-    here = (__name__, StockPart.__name__)
-    return {
-        name: here if kind[0] is not None and unnumbered(name) in NETWORKS else kind
-        for name, kind in index.items()
-    }
+    found: dict[str, Any] = {}
+    for name, kind in index.items():
+        is_here = kind[0] is not None and unnumbered(name) in NETWORKS
+        found[name] = (__name__, StockPart.__name__) if is_here else kind
+    return found
 
 
 class Offloading:
@@ -119,7 +121,8 @@ class Offloading:
         self.experts.to(self._visits)
         if isinstance(self.router, nn.Module):
             self.router.to(self._visits)
-        for part in (getattr(self, name, None) for name in COMPONENTS):
+        for name in COMPONENTS:
+            part = getattr(self, name, None)
             if isinstance(part, nn.Module):
                 part.to("cpu")
 

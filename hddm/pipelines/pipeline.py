@@ -15,6 +15,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.classes import Labels
+from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
@@ -123,9 +124,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             self.experts.record,
         )
         shift = shift_of(self.scheduler)
-        if self._ensemble is None or any(
-            a is not b for a, b in zip(models, self._made_of, strict=True)
-        ):
+        if self._ensemble is None or not _are_same(models, self._made_of):
             self._ensemble, self._made_of = ensemble_of(self.experts, self.router), models
         self._ensemble.shift = shift
         return self._ensemble
@@ -199,16 +198,17 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as in any diffusers pipeline."""
-        dtype = kwargs.pop("dtype", None) or next(
-            (one for one in args if isinstance(one, torch.dtype)), None
-        )
+        dtype = kwargs.pop("dtype", None)
+        if dtype is None:
+            dtype = next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # The casts of diffusers' own models warn for no reason.
             for part in self._beside_experts():
                 nn.Module.to(part, dtype)
             self.limit_memory(self.max_memory)
             nn.Module.to(self.experts, dtype)
-        moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
+        others = [one for one in args if one is not dtype]
+        moved: HDDMPipeline = super().to(*others, **kwargs)
         router = self._router_module()
         if router is not None:
             nn.Module.to(router, self.experts.device)
@@ -216,16 +216,15 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
     def _router_module(self) -> nn.Module | None:
         # A `hddm.routers.Router` is no module, but its network may be.
-        router = (
-            self.router
-            if isinstance(self.router, nn.Module)
-            else getattr(self.router, "network", None)
-        )
+        router = self.router
+        if not isinstance(router, nn.Module):
+            router = getattr(router, "network", None)
         return router if isinstance(router, nn.Module) else None
 
     def _beside_experts(self) -> list[nn.Module]:
         """Router, VAEs and text encoders."""
-        parts = [self._router_module(), *(getattr(self, name) for name in COMPONENTS)]
+        parts = [self._router_module()]
+        parts += [getattr(self, name) for name in COMPONENTS]
         return [part for part in parts if isinstance(part, nn.Module)]
 
     def limit_memory(self, max_memory: int | None) -> None:
@@ -249,16 +248,18 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             HddmError: if the folder exists without ``overwrite`` and is not empty, if experts are read from
                 it, and for a router that is not hddm's.
         """
-        folder, experts = Path(save_directory), self.experts.experts
-        read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
-        if any(one.is_relative_to(folder.resolve()) for one in read_from):
-            raise HddmError(
-                f"{folder}: these experts are read from it as they are needed; save elsewhere"
-            )
+        folder = Path(save_directory)
+        for one in self.experts.experts:
+            for path in (one.folder, one.base):
+                if path and path.resolve().is_relative_to(folder.resolve()):
+                    raise HddmError(
+                        f"{folder}: these experts are read from it as they are needed; save elsewhere"
+                    )
         with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
             kinds = {}
             for name in COMPONENTS:
-                if (part := getattr(self, name)) is not None:
+                part = getattr(self, name)
+                if part is not None:
                     part.save_pretrained(draft / name)
                     library = "hddm" if isinstance(part, PromptEncoders) else "transformers"
                     kinds[name] = (library, type(part).__name__.removesuffix("Fast"))
@@ -407,9 +408,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             if is_apart and self._interrupt:
                 # Images of this kind and of the next ones stay None.
                 break
-            made.append(
-                (batch, samples if output_type == "latent" else self.images_of(how, batch, samples))
-            )
+            if output_type != "latent":
+                samples = self.images_of(how, batch, samples)
+            made.append((batch, samples))
         for rows, _, found in gathered(made):
             of_kind = found
             if output_type != "latent":
@@ -458,9 +459,12 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
     def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""
         source = None if begin.edit_from is None else self.encode(begin.edit_from)
-        return plan(
-            self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k, source)), **how
-        )
+
+        @functools.cache
+        def picture(k: int) -> Picture | None:
+            return self.picture(begin, k, source)
+
+        return plan(self.ensemble, picture=picture, **how)
 
     def is_apart(self, expert: int | None) -> bool:
         """True if samples are of several kinds, and so cannot be one tensor."""
@@ -474,8 +478,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         ``of_one_kind`` are options that need samples of one kind; those in use are true.
         """
         is_apart = self.is_apart(expert)
-        for name in of_one_kind if is_apart else ():
-            if of_one_kind[name]:
+        for name, is_used in of_one_kind.items():
+            if is_apart and is_used:
                 raise UsageError(
                     f"`{name}`: these experts make samples of several kinds; use one `expert`"
                 )
@@ -486,3 +490,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                 raise HddmError(
                     f"expert {k} makes latents {record.sample_shape}{self._no_vae}{latent}"
                 )
+
+
+def _are_same(parts: Sequence[object], others: Sequence[object]) -> bool:
+    """True if two sequences of equal length hold the same objects."""
+    return all(one is other for one, other in zip(parts, others, strict=True))

@@ -84,10 +84,7 @@ def sample_to_folder(
     pipeline.to(device).experts.prepare(settings)
     # Only now, since quantized experts take less.
     pipeline.limit_memory(settings.max_memory)
-    image, mask = (
-        None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
-        for path in (settings.init_image, settings.mask)
-    )
+    image, mask = _opened(settings.init_image), _opened(settings.mask)
     with errors_as(UsageError):
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
@@ -120,6 +117,11 @@ def sample_to_folder(
     if not grid or (is_finished and sheet.exists()):
         return None
     return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers])
+
+
+def _opened(path: Path | None) -> Any:
+    """The picture in a file; None without one."""
+    return None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
 
 
 def planned(
@@ -185,13 +187,16 @@ class _Run:
 
     def write(self, draft: Draft) -> None:
         """Fill the draft's folder, except for the record."""
-        numbers, paths, is_continued = list[int](), list[Path](), False
+        numbers: list[int] = []
+        paths: list[Path] = []
+        is_continued = False
         # Per image: the solver's steps, and one to decode and write it.
         steps = self.how.steps + 1
         with Progress(self.settings.num_images * steps, "sample") as progress:
             for name, batch in self._batches():
                 part = draft.parts / name
-                if (done := draft.done(part)) is not None:
+                done = draft.done(part)
+                if done is not None:
                     self.use.tally = torch.tensor(done["use"], dtype=torch.float64)
                     makers = done["makers"]
                     progress.skip(len(batch.rows) * steps)
@@ -200,11 +205,9 @@ class _Run:
                         total = self.settings.num_images
                         log.info("%d of %d images are there; the rest follows", self.ready, total)
                     is_continued = True
-                    written = self._made(draft, name, batch, progress)
-                    files = {
-                        path.relative_to(draft.folder).as_posix(): sha256_of(path)
-                        for path in written
-                    }
+                    files = {}
+                    for path in self._made(draft, name, batch, progress):
+                        files[path.relative_to(draft.folder).as_posix()] = sha256_of(path)
                     makers = self._makers()
                     # The use of the experts up to the end of this batch.
                     draft.finish(part, {"use": self.use.tally.tolist(), "makers": makers}, files)
@@ -229,9 +232,8 @@ class _Run:
                     len(own), conditions.given, conditions.prior
                 )
                 self.expected += prior.sum(0)
-            for place, batch in enumerate(
-                batches(self.how, own, conditions, self.settings.batch_size)
-            ):
+            found = batches(self.how, own, conditions, self.settings.batch_size)
+            for place, batch in enumerate(found):
                 yield f"{start:05d}-{place:05d}", batch
 
     def _made(self, draft: Draft, name: str, batch: Batch, progress: Progress) -> list[Path]:
@@ -290,27 +292,33 @@ def lines_of(makers: Mapping[int, int]) -> dict[str, str]:
     numbers, found = sorted(makers), {}
     for start in range(0, len(numbers), IN_LINE):
         line = numbers[start : start + IN_LINE]
-        found[f"{line[0]:05d}"] = " ".join(str(makers[number]) for number in line)
+        experts = [str(makers[number]) for number in line]
+        found[f"{line[0]:05d}"] = " ".join(experts)
     return found
 
 
 def _record(
     source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    # One for all; a list where they differ.
+    # One VAE for all experts, or a list if they differ.
     vaes = [one.vae and one.vae.model_dump(mode="json") for one in pipeline.experts.records]
-    files = {name: getattr(settings, name) for name in ("conditions", "init_image", "mask")}
-    return {
+    strategy = None
+    if settings.expert is None:
+        strategy = settings.strategy or pipeline.record.strategy
+    record: dict[str, Any] = {
         "format": FORMAT,
         "hddm": version("hddm-diffusion"),
         "source": str(source),
         "source_sha256": model_hash(source, sha256_once),
-        **settings.model_dump(mode="json"),
-        **{f"{name}_sha256": sha256_of(path) for name, path in files.items() if path is not None},
+    }
+    record |= settings.model_dump(mode="json")
+    for name in ("conditions", "init_image", "mask"):
+        path = getattr(settings, name)
+        if path is not None:
+            record[f"{name}_sha256"] = sha256_of(path)
+    return record | {
         "device": str(available_device(settings.device)),
-        "strategy": None
-        if settings.expert is not None
-        else settings.strategy or pipeline.record.strategy,
+        "strategy": strategy,
         "shift": pipeline.record.shift if settings.shift is None else settings.shift,
         "model_shift": pipeline.record.shift,
         "weights": sorted({one.weights for one in pipeline.experts.records}),
@@ -343,13 +351,16 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
     """Refuse to resume a finished run of other settings, or one that lacks an image."""
-    if differing := differences(_identity(read_json(out / SAMPLING_FILE)), identity):
+    differing = differences(_identity(read_json(out / SAMPLING_FILE)), identity)
+    if differing:
         text = "holds samples of other options; choose another `out`, or `overwrite=True`"
         raise HddmError(f"{out}: {text}", map(str, differing))
     names = [IMAGE.format(number) for number in settings.numbers]
-    names = [LATENTS_FILE] if settings.output_type == "latent" else names
-    if missing := [name for name in names if not (out / name).is_file()]:
-        raise HddmError(f"{out}: lacks {missing[0]}; `overwrite=True` makes all images anew")
+    if settings.output_type == "latent":
+        names = [LATENTS_FILE]
+    for name in names:
+        if not (out / name).is_file():
+            raise HddmError(f"{out}: lacks {name}; `overwrite=True` makes all images anew")
 
 
 def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
@@ -363,11 +374,10 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
     if LABELS in tensors:
         with errors_as(HddmError, f"`conditions` {path}"):
             tensors[LABELS] = class_indices(tensors[LABELS], classes)
-    against = {
-        name.removeprefix(NEGATIVE): tensors.pop(name)
-        for name in [*tensors]
-        if name.startswith(NEGATIVE)
-    }
+    against = {}
+    for name in [*tensors]:
+        if name.startswith(NEGATIVE):
+            against[name.removeprefix(NEGATIVE)] = tensors.pop(name)
     labels = None
     if settings.labels:
         with errors_as(UsageError, f"`class_labels` {settings.class_labels}"):
@@ -381,9 +391,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             conditions=tensors,
             negative_conditions=against,
         )
-    if text not in found.given and any(
-        text in one.null_conditions for one in pipeline.ensemble.experts
-    ):
+    has_empty_text = any(text in one.null_conditions for one in pipeline.ensemble.experts)
+    if has_empty_text and text not in found.given:
         warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)
     return found
 
@@ -391,7 +400,10 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 def class_names(given: Mapping[str, Tensor], classes: Sequence[str]) -> tuple[str, ...]:
     """Names of the labels among ``given``, or numbers without a name; empty without labels."""
     labels = given[LABELS].tolist() if LABELS in given else []
-    return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
+    found = []
+    for k in labels:
+        found.append(classes[k] if 0 <= k < len(classes) else str(k))
+    return tuple(found)
 
 
 def sheet_path(out: Path) -> Path:
