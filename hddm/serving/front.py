@@ -194,7 +194,8 @@ class Front:
         try:
             if line != "GET /healthz":
                 self._check_token(request)
-            if (answer := answers.get(line)) is None:
+            answer = answers.get(line)
+            if answer is None:
                 raise Refusal(404, f"{one_line(line, 100)}: there is {', '.join(answers)}")
             response = await answer(request)
         except Exception as error:
@@ -227,7 +228,10 @@ class Front:
 
     async def _health(self, request: Request) -> Response:
         there = await asyncio.gather(*map(self._is_there, range(len(self.workers))))
-        missing = [name for name, is_up in zip(self.experts, there, strict=True) if not is_up]
+        missing = []
+        for name, is_up in zip(self.experts, there, strict=True):
+            if not is_up:
+                missing.append(name)
         content = {"status": "waits for experts" if missing else "ok", "missing": missing}
         return JSONResponse(content, 503 if missing else 200)
 
@@ -243,9 +247,11 @@ class Front:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
-        names = [self.name, *(f"{self.name}/{expert}" for expert in self.experts)]
+        names = [self.name]
+        names += [f"{self.name}/{expert}" for expert in self.experts]
         shared = {"object": "model", "created": self.created, "owned_by": "hddm"}
-        return JSONResponse({"object": "list", "data": [{"id": name, **shared} for name in names]})
+        data = [{"id": name, **shared} for name in names]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _generate(self, request: Request) -> Response:
         wanted = read_request(await _body(request), self.limits)
@@ -254,21 +260,17 @@ class Front:
             raise Refusal(
                 429, f"{self.active} requests wait or run; try again in {self.patience} s"
             )
-        images = await self._made(wanted, expert)
-        data = [
-            {
-                "b64_json": b64encode(image).decode(),
-                "seed": wanted.seed,
-                "index": wanted.start + row,
-            }
-            for row, image in images
-        ]
+        data = []
+        for row, image in await self._made(wanted, expert):
+            text = b64encode(image).decode()
+            data.append({"b64_json": text, "seed": wanted.seed, "index": wanted.start + row})
         return JSONResponse({"created": int(time.time()), "data": data})
 
     def _check(self, wanted: ImageRequest) -> int | None:
         """Index of the requested expert, None for all; raises a `Refusal`."""
         height, width = self.pipeline.image_size
-        if wanted.size not in ("auto", size := f"{width}x{height}"):
+        size = f"{width}x{height}"
+        if wanted.size not in ("auto", size):
             reason = f"size is {wanted.size!r}, and this ensemble makes {size}; or pass auto"
             raise Refusal(400, reason, "size")
         if wanted.model in (None, self.name):
@@ -314,13 +316,15 @@ class Front:
         how = plan(self.ensemble, **wanted.arguments, expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.max_steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
-        pieces = list[Piece]()
-        for batch in batches(
-            how, numbers, conditions.cycled(range(wanted.n)), self.limits.batch_size
-        ):
-            for k in [None] if batch.expert is None else batch.expert.unique().tolist():
-                own = batch if k is None else batch.part((batch.expert == k).nonzero()[:, 0])
-                pieces.append((own, k))
+        cycled = conditions.cycled(range(wanted.n))
+        pieces: list[Piece] = []
+        for batch in batches(how, numbers, cycled, self.limits.batch_size):
+            if batch.expert is None:
+                pieces.append((batch, None))
+                continue
+            for k in batch.expert.unique().tolist():
+                rows = (batch.expert == k).nonzero()[:, 0]
+                pieces.append((batch.part(rows), k))
         return how, pieces
 
     async def _make(self, how: Plan, pieces: Sequence[Piece]) -> list[Image]:
@@ -332,14 +336,16 @@ class Front:
             return batch, await self._samples(how, batch, k, use)
 
         found = await asyncio.gather(*(made(*piece) for piece in pieces))
-        files = [await self._in_thread(self._decode, *group) for group in gathered(found)]
-        images = sorted(image for group in files for image in group)
+        images: list[Image] = []
+        for group in gathered(found):
+            images += await self._in_thread(self._decode, *group)
+        images.sort()
         shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
         for name, share in shares.items():
             self.images.labels(name).inc(share * len(images))
-        by = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
-        count = counted(len(images), "image")
-        log.info("%s in %d steps by %s; %d in the queue", count, how.steps, by, self.active)
+        by = [f"{name} {share:.0%}" for name, share in shares.items() if share]
+        count, makers = counted(len(images), "image"), ", ".join(by)
+        log.info("%s in %d steps by %s; %d in the queue", count, how.steps, makers, self.active)
         return images
 
     async def _samples(self, how: Plan, batch: Batch, k: int | None, use: ExpertUse) -> Tensor:
@@ -367,13 +373,13 @@ class Front:
     def _decode(self, rows: Tensor, expert: int, samples: Tensor) -> list[Image]:
         """Images of these samples; ``rows`` are their numbers in the request."""
         found = []
-        decoded = (
-            self.pipeline.decode(one, expert) for one in samples.split(self.limits.batch_size)
-        )
-        images = (image for batch in decoded for image in to_bytes(batch))
-        for row, image in zip(rows.tolist(), images, strict=True):
-            save_png(image, file := io.BytesIO())
-            found.append((row, file.getvalue()))
+        size = self.limits.batch_size
+        for numbers, part in zip(rows.split(size), samples.split(size), strict=True):
+            images = to_bytes(self.pipeline.decode(part, expert))
+            for row, image in zip(numbers.tolist(), images, strict=True):
+                file = io.BytesIO()
+                save_png(image, file)
+                found.append((row, file.getvalue()))
         return found
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -70,15 +70,18 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
 
     Letter and colour of an expert follow from its place in ``legend``. A share is the mean over the steps.
     """
-    marks, bars, at = [_mark(legend.index(name)) for name in panel.names], [], 0
-    for row, same in groupby(weights.tolist() for weights in image.weights):
+    marks = [_mark(legend.index(name)) for name in panel.names]
+    bars, at = [], 0
+    for row, same in groupby([weights.tolist() for weights in image.weights]):
         width, top = len(list(same)), 0.0
         for (colour, _), share in zip(marks, row, strict=True):
-            bars += [(at, top, width, share, colour)] if share else []
+            if share:
+                bars.append((at, top, width, share, colour))
             top += share
         at += width
+    largest = [marks[int(weights.argmax())] for weights in image.weights]
     letters, at = [], 0
-    for (_, letter), run in groupby(marks[int(weights.argmax())] for weights in image.weights):
+    for (_, letter), run in groupby(largest):
         width = len(list(run))
         # There is room for a letter.
         if width >= panel.steps / 12:
@@ -102,11 +105,19 @@ def results(
 
     ``state`` is a line above; ``files`` are pictures by the names under which the commands read them.
     """
-    legend = list(dict.fromkeys(name for panel in panels for name in panel.names))
-    shown = [panel for panel in panels if not panel.error]
-    rows: Any = [[(image, one, strip(image, one, legend)) for image in one.images] for one in shown]
-    rows = [*zip(*rows, strict=True)] if len(panels) > 1 else rows
-    commands = [line for panel in shown for line in panel.commands]
+    known: dict[str, None] = {}
+    for panel in panels:
+        known |= dict.fromkeys(panel.names)
+    legend = list(known)
+    rows: list[Any] = []
+    commands: list[str] = []
+    for panel in panels:
+        if not panel.error:
+            rows.append([(image, panel, strip(image, panel, legend)) for image in panel.images])
+            commands += panel.commands
+    if len(panels) > 1:
+        # A row for each image, with a column for each panel.
+        rows = list(zip(*rows, strict=True))
     return str(_PARTS.results(panels, rows, commands, state, files or {}))
 
 
@@ -126,24 +137,25 @@ class Play:
 
         ``values`` are the inputs' values, by ``names``.
         """
-        idle, busy = (self.gradio.update(interactive=one) for one in (False, True))
+        idle = self.gradio.update(interactive=False)
+        busy = self.gradio.update(interactive=True)
         inputs: dict[str, Any] = dict(zip(names, values, strict=True)) | self._shared
         self._stopped = stopped = threading.Event()
         picture, mask = self._pictures(inputs.pop("canvas"))
-        files = {name: one for name, one in ((START, picture), (MASK, mask)) if one is not None}
-        inputs |= {
-            "init_image": Path(START) if picture else None,
-            "mask": Path(MASK) if mask else None,
-        }
+        files = {}
+        if picture is not None:
+            files[START] = picture
+        if mask is not None:
+            files[MASK] = mask
+        inputs["init_image"] = Path(START) if picture else None
+        inputs["mask"] = Path(MASK) if mask else None
         # Painted areas are all new, which is the default with a mask.
-        inputs["strength"] = (
-            None if mask or not picture or inputs["strength"] == 0.8 else inputs["strength"]
-        )
-        show, left_out, expert = (inputs.pop(name) for name in ("show", "left_out", "expert"))
+        if mask or not picture or inputs["strength"] == 0.8:
+            inputs["strength"] = None
+        show, left_out = inputs.pop("show"), inputs.pop("left_out")
+        expert = self._model.leads.get(inputs.pop("expert"))
         try:
-            panels = self._panels(
-                show, left_out, self._settings(inputs), self._model.leads.get(expert)
-            )
+            panels = self._panels(show, left_out, self._settings(inputs), expert)
         except HddmError as error:
             yield str(_PARTS.error(" ".join([error.message, *error.details]))), idle
             return
@@ -151,7 +163,10 @@ class Play:
         yield results(panels, "Painting …", files), busy
         for _ in paint(panels, {"image": picture, "mask_image": mask}, stopped):
             yield results(panels, "Painting …", files), busy
-        images = [image for panel in panels if not panel.error for image in panel.images]
+        images: list[Painted] = []
+        for panel in panels:
+            if not panel.error:
+                images += panel.images
         done = sum(image.is_done for image in images)
         state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s" if images else ""
         yield results(panels, state if done == len(images) else f"Stopped: {state}", files), idle
@@ -159,18 +174,18 @@ class Play:
     def _settings(self, inputs: dict[str, Any]) -> SampleSettings:
         ensemble = self._model.pipeline.ensemble
         # Commas separate names.
-        names = {one: str(k) if "," in one else one for k, one in enumerate(ensemble.classes)}
-        inputs["class_labels"] = (
-            ",".join(names[one] for one in inputs["class_labels"] or ()) or None
-        )
-        inputs["prompts"] = (prompt,) if (prompt := (inputs["prompts"] or "").strip()) else ()
-        inputs["strategy"] = (
-            None if inputs["strategy"] in ("", ensemble.strategy) else inputs["strategy"]
-        )
+        names = {}
+        for k, name in enumerate(ensemble.classes):
+            names[name] = str(k) if "," in name else name
+        chosen = [names[name] for name in inputs["class_labels"] or ()]
+        inputs["class_labels"] = ",".join(chosen) or None
+        prompt = (inputs["prompts"] or "").strip()
+        inputs["prompts"] = (prompt,) if prompt else ()
+        if inputs["strategy"] in ("", ensemble.strategy):
+            inputs["strategy"] = None
         # What the page shows at first is nobody's choice.
-        inputs["solver"] = (
-            None if inputs["solver"] == plan(ensemble).solver_name else inputs["solver"]
-        )
+        if inputs["solver"] == plan(ensemble).solver_name:
+            inputs["solver"] = None
         return parse_record(inputs, SampleSettings, OPTIONS)
 
     def _panels(
@@ -179,21 +194,21 @@ class Play:
         model = self._model
         if show == GROWN:
             titles = [one.source.resolve().name for one in self.models]
-            titles = ["before", "after"] if titles[0] == titles[1] else titles
-            return [
-                one.panel(title, settings) for one, title in zip(self.models, titles, strict=True)
-            ]
+            if titles[0] == titles[1]:
+                titles = ["before", "after"]
+            panels = []
+            for one, title in zip(self.models, titles, strict=True):
+                panels.append(one.panel(title, settings))
+            return panels
         whole = model.panel("all together", settings)
         if show == EVERY:
-            return [
-                whole,
-                *(model.panel(f"{name} alone", settings, k) for name, k in model.leads.items()),
-            ]
+            panels = [whole]
+            for name, k in model.leads.items():
+                panels.append(model.panel(f"{name} alone", settings, k))
+            return panels
         if show == LESS:
-            return [
-                whole,
-                model.panel(f"without {left_out}", settings, without=model.leads[left_out]),
-            ]
+            without = model.leads[left_out]
+            return [whole, model.panel(f"without {left_out}", settings, without=without)]
         return [model.panel(model.source.resolve().name, settings, expert)]
 
     def _pictures(
@@ -204,10 +219,13 @@ class Play:
             return None, None
         size = self._model.pipeline.image_size[::-1]
         picture = ImageOps.fit(canvas["background"].convert("RGB"), size, Image.Resampling.LANCZOS)
-        alphas = [one.getchannel("A") for one in canvas["layers"]]
-        strokes = [ImageOps.fit(one, size, Image.Resampling.BOX) for one in alphas]
-        masks = [one.point([255 * (value >= 16) for value in range(256)]) for one in strokes]
-        return picture, next((one for one in masks if one.getbbox()), None)
+        is_painted = [255 * (value >= 16) for value in range(256)]
+        for layer in canvas["layers"]:
+            strokes = ImageOps.fit(layer.getchannel("A"), size, Image.Resampling.BOX)
+            mask = strokes.point(is_painted)
+            if mask.getbbox():
+                return picture, mask
+        return picture, None
 
     def _enlarged(self, canvas: dict[str, Any] | None) -> dict[str, Any] | None:
         """A picture as the model gets it, enlarged so that one can paint on it."""
@@ -228,7 +246,11 @@ class Play:
         gr, inputs = self.gradio, dict[str, Any]()
         model, several, wide = self._model, len(self._model.leads) > 1, {"min_width": 300}
         ensemble, experts = model.pipeline.ensemble, [*model.leads]
-        shows = [WHOLE, *([EVERY, LESS] if several else []), *([GROWN] if self.models[1:] else [])]
+        shows = [WHOLE]
+        if several:
+            shows += [EVERY, LESS]
+        if self.models[1:]:
+            shows.append(GROWN)
         own, names, reads = plan(ensemble), list(ensemble.classes), model.pipeline.takes_prompts
         strategies = dict.fromkeys(
             [ensemble.strategy, "draw", "full", "top-1", "top-2", "nucleus-0.9"]

@@ -47,14 +47,15 @@ class Opened:
         self.pipeline = self._pipeline(None)
         self.pipeline.check_output(None, True, {})
         self.is_alone = (source / EXPERT_FILE).exists()
-        folders = (
-            [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
-        )
+        if self.is_alone:
+            folders = [source.resolve()]
+        else:
+            folders = [Path(name) for name in self.pipeline.experts.record.names]
         names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]
-        self.names = [
-            one if names.count(one) == 1 else f"{one} ({k})" for k, one in enumerate(names)
-        ]
+        self.names: list[str] = []
         """Names of the experts, all different."""
+        for k, one in enumerate(names):
+            self.names.append(one if names.count(one) == 1 else f"{one} ({k})")
         self.domains = self.pipeline.ensemble.domains
         self.leads = {self.names[k]: k for k in sorted({*self.domains})}
         """The first expert of each domain, by name."""
@@ -144,7 +145,8 @@ class Panel:
     def show(self, image: Painted, pixels: Tensor) -> None:
         """Show an image: its PNG file has its number, the settings and the command lines as text in it."""
         texts = {"settings": self.settings.model_dump_json(), "command": "\n".join(self.commands)}
-        save_png(pixels, file := io.BytesIO(), {"number": str(image.number), **texts})
+        file = io.BytesIO()
+        save_png(pixels, file, {"number": str(image.number), **texts})
         image.pixels, image.png = pixels, file.getvalue()
 
     def paint(self, edit: Edit, stopped: threading.Event, show: Callable[[], object]) -> None:
@@ -173,9 +175,9 @@ class Panel:
             for image, weights in zip(images, use.last, strict=True):
                 image.weights.append(weights)
             if is_last or (before is not None and began >= due):
-                x_0 = (
-                    x if is_last or before is None else preview(before, x, *times[step : step + 2])
-                )
+                x_0 = x
+                if not is_last and before is not None:
+                    x_0 = preview(before, x, times[step], times[step + 1])
                 pixels = to_bytes(self.pipeline.images_of(how, batch, x_0)).cpu()
                 part = 1 if is_last else max(1, pixels.shape[-1] // _PREVIEW)
                 for image, own in zip(images, pixels[..., ::part, ::part], strict=True):

@@ -96,15 +96,13 @@ def serve(
         raise UsageError(
             f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients"
         )
-    names, settings, placement = (
-        names_of(folder),
-        settings or ServeSettings(),
-        placement or Placement(),
-    )
+    names = names_of(folder)
+    settings, placement = settings or ServeSettings(), placement or Placement()
     if settings.quantize:
         optional("torchao", "`quantize`", "quantize")
     placement.refuse_unknown(names)
-    replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
+    of_others = placement.replicas.get("", 1)
+    replicas = {name: placement.replicas.get(name, of_others) for name in names}
     own: dict[str, Any] = {}
     if address == LOCAL:
         _refuse_taken(host, port)
@@ -112,8 +110,10 @@ def serve(
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
         os.environ.setdefault("SERVE_SLOW_STARTUP_WARNING_S", "600")
         # Ray places workers by number of processors, and all of these must be on this machine.
-        needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
-        own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
+        needed = 0.0
+        for name, count in replicas.items():
+            needed += placement.of(name, False)["num_cpus"] * count
+        own = {"num_cpus": int(needed + placement.of(FRONT, False)["num_cpus"]) + 1}
     with connected(ray, address, **own):
         from ray import serve as ray_serve
 
@@ -121,12 +121,13 @@ def serve(
 
         has_gpus = settings.device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
         of = {name: placement.of(name, has_gpus) for name in (*names, FRONT)}
-        _refuse_lack(
-            ray.cluster_resources(),
-            [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))],
-        )
+        of_all = [of[FRONT]]
+        for name in names:
+            of_all += [of[name]] * replicas[name]
+        _refuse_lack(ray.cluster_resources(), of_all)
         threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
-        if running := ray_serve.status().applications:
+        running = ray_serve.status().applications
+        if running:
             raise HddmError(
                 f"`ray` {address}: Ray Serve runs {', '.join(running)} there already; end it first (where it "
                 "was started, or with serve shutdown), or use another cluster"
@@ -134,12 +135,10 @@ def serve(
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         deploy, path = functools.partial(_deployment, ray_serve, settings), str(folder.absolute())
-        workers = {
-            name: deploy(Worker, name, of[name], num_replicas=replicas[name]).bind(
-                path, k, settings, threads[name]
-            )
-            for k, name in enumerate(names)
-        }
+        workers = {}
+        for k, name in enumerate(names):
+            deployed = deploy(Worker, name, of[name], num_replicas=replicas[name])
+            workers[name] = deployed.bind(path, k, settings, threads[name])
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
         front = deploy(Front, FRONT, of[FRONT]).bind(
@@ -148,13 +147,13 @@ def serve(
 
         def started() -> list[str]:
             found = ray_serve.status().applications.get(APPLICATION)
-            of_each = [] if found is None else [found.deployments.get(name) for name in names]
-            ready = sum(one is not None and one.status == "HEALTHY" for one in of_each)
-            return [
-                f"{ready} of {counted(len(names), 'expert')} ready"
-                if of_each
-                else "Ray Serve itself"
-            ]
+            if found is None:
+                return ["Ray Serve itself"]
+            ready = 0
+            for name in names:
+                one = found.deployments.get(name)
+                ready += one is not None and one.status == "HEALTHY"
+            return [f"{ready} of {counted(len(names), 'expert')} ready"]
 
         try:
             try:
@@ -189,16 +188,19 @@ def names_of(folder: Path) -> list[str]:
     opened = open_ensemble(folder, torch.float32)
     experts = opened.experts
     own = [one.member.name or str(k) for k, one in enumerate(experts)]
-    names = [
-        f"{one}-{k}" if own.count(one) > 1 or one == FRONT else one for k, one in enumerate(own)
-    ]
+    names = []
+    for k, name in enumerate(own):
+        is_taken = own.count(name) > 1 or name == FRONT
+        names.append(f"{name}-{k}" if is_taken else name)
     vaes, texts = numbers_of(experts, "vae").of, numbers_of(experts, "text_encoder").of
     has_classes = any(one.classes for one in experts)
     for name, one, vae, text in zip(names, experts, vaes, texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
-            needed |= {"text_encoder": text} | ({} if several_in(place) else {"tokenizer": text})
+            needed["text_encoder"] = text
+            if not several_in(place):
+                needed["tokenizer"] = text
         for part, number in needed.items():
             if numbered(part, number) not in opened.components:
                 add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"
@@ -215,8 +217,14 @@ def _deployment(
     **options: Any,
 ) -> Any:
     """A deployment with these resources, to be bound to its arguments."""
-    actor: dict[str, Any] = {key: value for key, value in resources.items() if key in RAYS_OWN}
-    actor["resources"] = {key: value for key, value in resources.items() if key not in RAYS_OWN}
+    actor: dict[str, Any] = {}
+    of_users: dict[str, float] = {}
+    for key, value in resources.items():
+        if key in RAYS_OWN:
+            actor[key] = value
+        else:
+            of_users[key] = value
+    actor["resources"] = of_users
     return ray_serve.deployment(
         kind,
         name=name,

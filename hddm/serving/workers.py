@@ -217,21 +217,20 @@ class Worker:
     def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:
         jobs = [one.job for one in batch]
         first, expert = jobs[0], self._opened()
-        negative, conditions = (
-            _joined((getattr(job, name) for job in jobs), expert.device)
-            for name in ("negative", "conditions")
-        )
+        negative = _joined([job.negative for job in jobs], expert.device)
+        conditions = _joined([job.conditions for job in jobs], expert.device)
         if isinstance(first, VelocityJob):
-            x, t = (torch.cat([getattr(job, name) for job in jobs]) for name in ("x", "t"))
+            asked = [job for job in jobs if isinstance(job, VelocityJob)]
+            x = torch.cat([job.x for job in asked])
+            t = torch.cat([job.t for job in asked])
             then = None if first.then is None else torch.tensor(first.then, dtype=torch.float64)
             x = x.to(expert.device)
             values = expert.velocity(x, t, first.guidance, negative or None, then, **conditions)
         else:
             assert expert.sample_shape is not None
+            shape = expert.sample_shape
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
-            x = torch.cat(
-                [Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn]
-            )
+            x = torch.cat([Seeded(job.seed).initial(job.indices, shape) for job in drawn])
             times = torch.tensor(first.times, dtype=torch.float64)
             how = plan(
                 expert,
@@ -265,12 +264,18 @@ def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
 
 
 def _shapes(conditions: Tensors) -> Hashable:
-    return tuple(sorted((name, value.shape[1:], value.dtype) for name, value in conditions.items()))
+    """Names of conditions, with the shape of a row and the dtype; equal for rows that can be joined."""
+    shapes = [(name, value.shape[1:], value.dtype) for name, value in conditions.items()]
+    return tuple(sorted(shapes))
 
 
-def _joined(conditions: Iterable[Tensors], device: torch.device) -> dict[str, Tensor]:
-    rows = list(conditions)
-    return {name: torch.cat([one[name] for one in rows]).to(device) for name in rows[0]}
+def _joined(conditions: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
+    """The rows of several jobs' conditions, one job after the other."""
+    found = {}
+    for name in conditions[0]:
+        rows = torch.cat([one[name] for one in conditions])
+        found[name] = rows.to(device)
+    return found
 
 
 class RemoteExpert(VelocityField):
@@ -297,9 +302,9 @@ class RemoteEnsemble(Ensemble):
 
     def __init__(self, known: Ensemble, request: Callable[[int, VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
-        self.experts = [
-            RemoteExpert(one, partial(request, k)) for k, one in enumerate(known.experts)
-        ]
+        self.experts = []
+        for k, one in enumerate(known.experts):
+            self.experts.append(RemoteExpert(one, partial(request, k)))
         self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-expert", max_workers=64)
 
     def each_of(
