@@ -76,9 +76,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"key {one_line(next(key for key in found if keys.count(key) > 1), 60)!r} twice"
-        )
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"key {one_line(twice, 60)!r} twice")
     return found
 
 
@@ -91,21 +90,26 @@ def _whole(text: str, base: int = 10) -> int:
 def _check(content: Any) -> None:
     """Raise ValueError for values that later code cannot walk, print or write."""
     level, depth = [content], 0
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        level = [
-            value for one in level for value in (one.values() if isinstance(one, dict) else one)
-        ]
+    while True:
+        containers = [one for one in level if isinstance(one, dict | list)]
+        if not containers:
+            break
         depth += 1
         if depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} levels deep")
+        level = []
+        for one in containers:
+            level += one.values() if isinstance(one, dict) else one
     json.dumps(content, ensure_ascii=False).encode()
 
 
 def _reason(error: Exception) -> str:
     """Describe an error in a text and its place, without the name that YAML makes up for the text."""
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-        what = ", ".join(filter(None, (error.context, error.problem)))
-        return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(what)}"
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        if mark is not None:
+            what = ", ".join(filter(None, (error.context, error.problem)))
+            return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(what)}"
     if isinstance(error, UnicodeEncodeError):
         return "not Unicode: half of a surrogate pair"
     return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)

@@ -45,17 +45,20 @@ def inside(folder: Path, name: str) -> Path:
     # Circles are RuntimeError before Python 3.13.
     except (OSError, RuntimeError) as error:
         raise HddmError(f"{folder / name}: cannot be followed ({one_line(error)})") from error
-    repositories = (
-        revision.parent.parent
-        for revision in (root, *root.parents)
-        if revision.parent.name == "snapshots"
-        and revision.parent.parent.name.startswith("models--")
-    )
-    if not target.is_relative_to(next(repositories, root)):
+    if not target.is_relative_to(_repository_of(root)):
         raise HddmError(
             f"{folder / name}: is a link to {target}, outside the folder; copy it there"
         )
     return target
+
+
+def _repository_of(root: Path) -> Path:
+    """The repository in a hub cache that ``root`` lies in; ``root`` itself outside of hub caches."""
+    for revision in (root, *root.parents):
+        snapshots = revision.parent
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+            return snapshots.parent
+    return root
 
 
 PATIENCE = 0.1
@@ -168,7 +171,8 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
             # As `write_whole`; a file with other hard links keeps its mode, which they share.
             path.chmod(draft.stat().st_mode & 0o666)
         sync(path)
-    old, gone = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("old", "part"))
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    gone = target.parent / f".{target.name}.part-{os.getpid()}"
     try:
         if overwrite and target.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -245,7 +249,8 @@ def restore(target: Path) -> None:
         return
     if target.parent != target:
         restore(target.parent)
-    if left := _left(target, "old"):
+    left = _left(target, "old")
+    if left:
         # Where it may not be renamed it is not there, and another process may have done it just now.
         with contextlib.suppress(OSError):
             max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
@@ -263,7 +268,8 @@ def recover(target: Path) -> None:
 
 def _remove_left(target: Path) -> None:
     """Remove drafts of dead processes, and with ``target`` in place also what they had renamed away."""
-    for path in _left(target, *(("part", "old") if target.exists() else ("part",))):
+    kinds = ("part", "old") if target.exists() else ("part",)
+    for path in _left(target, *kinds):
         with contextlib.suppress(OSError):
             remove(path)
 
@@ -271,9 +277,11 @@ def _remove_left(target: Path) -> None:
 def _left(target: Path, *kinds: str) -> list[Path]:
     """Drafts of ``target``, or what was renamed away, by processes that have ended."""
     name = glob.escape(target.name)
-    return [
-        path for kind in kinds for path in target.parent.glob(f".{name}.{kind}-*") if _is_left(path)
-    ]
+    found: list[Path] = []
+    for kind in kinds:
+        paths = target.parent.glob(f".{name}.{kind}-*")
+        found += [path for path in paths if _is_left(path)]
+    return found
 
 
 def _lock_of(target: Path) -> Path:
@@ -360,7 +368,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def refuse_full_disk(out: Path, size: float) -> None:
     """Raise `HddmError` where the disk that ``out`` lies on, or is to, has less than ``size`` bytes free."""
     path = out.absolute()
-    free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
+    there = next(one for one in (path, *path.parents) if one.exists())
+    free = shutil.disk_usage(there).free
     if free < size * 1.02:
         raise HddmError(
             f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk"
@@ -440,7 +449,8 @@ def file_kind(path: Path) -> FileKind:
 
 def refuse_pickle(path: Path, allow_pickle: bool) -> None:
     """Refuse a weights file that is a pickle, unless it is allowed; raises as `file_kind`."""
-    if (kind := file_kind(path)) != "safetensors" and not allow_pickle:
+    kind = file_kind(path)
+    if kind != "safetensors" and not allow_pickle:
         text = "use the safetensors version, or pass `allow_pickle=True` to read only its tensors"
         raise HddmError(f"{path}: is a pickle ({kind}), which can carry code; {text}")
 

@@ -37,7 +37,8 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     """
     refuse_pickle(path, allow_pickle)
     before = identity_of(path)
-    if problem := _known_problem(path) or _problem(path):
+    problem = _known_problem(path) or _problem(path)
+    if problem:
         raise HddmError(f"{path}: {problem}")
     content: dict[str, Any] = _load(path)
     if identity_of(path) != before:
@@ -95,13 +96,12 @@ def try_to_load(name: str) -> bool:
         _limit(path)
         with zipfile.ZipFile(path) as archive:
             # torch maps records as they are, and does not verify their checksums.
-            packed = [
-                one.filename
-                for one in archive.infolist()
-                if one.compress_type != zipfile.ZIP_STORED
-            ]
-            if damaged := packed[0] if packed else archive.testzip():
-                raise HddmError(f"record {damaged!r} is {'compressed' if packed else 'damaged'}")
+            for one in archive.infolist():
+                if one.compress_type != zipfile.ZIP_STORED:
+                    raise HddmError(f"record {one.filename!r} is compressed")
+            damaged = archive.testzip()
+            if damaged:
+                raise HddmError(f"record {damaged!r} is damaged")
         content = _load(path)
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
             raise HddmError(f"holds {an(type(content).__name__)}, not a dictionary of names")
@@ -126,9 +126,9 @@ def _limit(path: Path) -> None:
 
     limits, status = {resource.RLIMIT_CPU: _seconds(path)}, Path("/proc/self/status")
     if status.exists():
-        (used,) = (
-            line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmData")
-        )
+        lines = status.read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("VmData")]
+        used = line.split()[1]
         limits[resource.RLIMIT_DATA] = int(used) * 1024 + path.stat().st_size + MEMORY
     for kind, most in limits.items():
         _, largest = resource.getrlimit(kind)

@@ -82,8 +82,10 @@ class RayWorkers(Backend):
         done, _ = self._ray.wait(list(numbers), timeout=seconds)
         reports = self._ray.get(self._reports.take.remote())
         events: list[Event] = [(k, False, values) for k, values in reports if k in self._tasks]
-        ends = ((numbers[one], True, self._result(*self._tasks.pop(numbers[one]))) for one in done)
-        return [*events, *ends]
+        for one in done:
+            number = numbers[one]
+            events.append((number, True, self._result(*self._tasks.pop(number))))
+        return events
 
     def _result(self, call: Call, task: Any) -> Any:
         try:

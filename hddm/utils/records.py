@@ -232,12 +232,11 @@ def write_manifest(
 
     With ``read``, it lists these files only, since users may add others.
     """
-    names = [
-        name
-        for name in _listed(folder, folder)
-        if name != MANIFEST and (read is None or name in read)
-    ]
-    _write_files(folder, {name: sha256(folder / name) for name in sorted(names)})
+    files = {}
+    for name in sorted(_listed(folder, folder)):
+        if name != MANIFEST and (read is None or name in read):
+            files[name] = sha256(folder / name)
+    _write_files(folder, files)
 
 
 def ensemble_around(folder: Path) -> Path | None:
@@ -248,12 +247,13 @@ def ensemble_around(folder: Path) -> Path | None:
 
 def rewrite_entry(folder: Path) -> None:
     """Enter the new manifest of ``folder`` in the manifest of the ensemble that contains it, if any."""
-    if (above := ensemble_around(folder)) is not None and has_manifest(above):
-        files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
-        own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}
-        if own:
-            rest = {name: sha256 for name, sha256 in files.items() if name not in own}
-            _write_files(above, rest | {f"{part}/{MANIFEST}": sha256_of(folder / MANIFEST)})
+    above = ensemble_around(folder)
+    if above is None or not has_manifest(above):
+        return
+    files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
+    rest = {name: sha256 for name, sha256 in files.items() if not name.startswith(f"{part}/")}
+    if len(rest) < len(files):
+        _write_files(above, rest | {f"{part}/{MANIFEST}": sha256_of(folder / MANIFEST)})
 
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -279,10 +279,14 @@ def sealed_files(folder: Path, name: str = MANIFEST) -> set[str]:
     """
     part = PurePosixPath(name).parent
     found = {name}
-    for path in (part / one for one in read_folder_manifest(folder / part).files):
+    for one in read_folder_manifest(folder / part).files:
+        path = part / one
         inside(folder, path.as_posix())
         is_other = path.name == MANIFEST and path.as_posix() != name
-        found |= sealed_files(folder, path.as_posix()) if is_other else {path.as_posix()}
+        if is_other:
+            found |= sealed_files(folder, path.as_posix())
+        else:
+            found.add(path.as_posix())
     return found
 
 
@@ -304,9 +308,8 @@ def damage(
         return (f"{MANIFEST}: is not there, and belongs to {record}",)
     files = read_folder_manifest(folder).files
     remembered = HashCache(folder, SMALL)
-    found = [
-        f"{name}: was added" for name in known if name not in files and (folder / name).exists()
-    ]
+    added = [name for name in known if name not in files and (folder / name).exists()]
+    found = [f"{name}: was added" for name in added]
     for name, expected in files.items():
         if not chosen(name):
             continue

@@ -37,7 +37,10 @@ def to_float64(values: Tensor) -> Tensor:
 
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
     """As `torch.promote_types`, which does not take float8: float8 counts as float32."""
-    wide = (torch.float32 if one.is_floating_point and one.itemsize == 1 else one for one in dtypes)
+    wide = []
+    for dtype in dtypes:
+        is_float8 = dtype.is_floating_point and dtype.itemsize == 1
+        wide.append(torch.float32 if is_float8 else dtype)
     return functools.reduce(torch.promote_types, wide)
 
 
@@ -63,13 +66,12 @@ def available_device(name: str | torch.device) -> torch.device:
     Raises `HddmError` for an unknown or missing device.
     """
     if name == "auto":
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif torch.backends.mps.is_available():
+            name = "mps"
+        else:
+            name = "cpu"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -101,10 +103,11 @@ def refuse_other_kinds(
     """Refuse tensors of the file ``path`` unlike ``kinds``: dtype and dimensions by name, all as long."""
     found = {name: (value.dtype, value.ndim) for name, value in tensors.items()}
     if found != kinds or len({len(value) for value in tensors.values()}) > 1:
-        listed = ", ".join(
-            f"{name} {tuple(value.shape)} in {value.dtype}" for name, value in tensors.items()
-        )
-        raise HddmError(f"{path}: is not what was written (holds {one_line(listed)}); remove it")
+        listed = []
+        for name, value in tensors.items():
+            listed.append(f"{name} {tuple(value.shape)} in {value.dtype}")
+        held = one_line(", ".join(listed))
+        raise HddmError(f"{path}: is not what was written (holds {held}); remove it")
 
 
 SAFETENSORS_DTYPES = {
@@ -172,8 +175,12 @@ def shape_of(
 
 def count_blocks(names: Collection[str], prefix: str) -> int:
     """Count blocks: one more than the highest index after ``prefix``, limited to the number of tensors."""
-    found = [re.match(rf"{re.escape(prefix)}\.([0-9]{{1,6}})\.", name) for name in names]
-    return min(1 + max((int(match[1]) for match in found if match), default=-1), len(names))
+    highest = -1
+    for name in names:
+        match = re.match(rf"{re.escape(prefix)}\.([0-9]{{1,6}})\.", name)
+        if match:
+            highest = max(highest, int(match[1]))
+    return min(1 + highest, len(names))
 
 
 def _unreadable(path: Path, error: Exception) -> HddmError:

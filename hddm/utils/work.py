@@ -78,18 +78,21 @@ class Difference(NamedTuple):
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Compare two identities; a key that one of them does not have is equal to one of no value."""
     old, new = _flat(before), _flat(json.loads(json.dumps(dict(now))))
-    return [
-        Difference(key, old.get(key, ABSENT), new.get(key, ABSENT))
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    ]
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) != new.get(key):
+            found.append(Difference(key, old.get(key, ABSENT), new.get(key, ABSENT)))
+    return found
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[name] = value
     return flat
 
 
@@ -127,13 +130,12 @@ class Work:
         """Keep other processes out within the block; raises as `locked`, and for something else's folder."""
         # A killed process may leave the lock and drafts of the identity.
         name = self._identity.name
-        others = (path for path in self.folder.glob("*") if path.name != _LOCK)
-        if not self._identity.exists() and any(
-            not path.name.startswith(f".{name}.") for path in others
-        ):
-            raise HddmError(
-                f"{self.folder}: has files, but no {name}; move it away, or choose {self._other}"
-            )
+        if not self._identity.exists():
+            for path in self.folder.glob("*"):
+                if path.name != _LOCK and not path.name.startswith(f".{name}."):
+                    raise HddmError(
+                        f"{self.folder}: has files, but no {name}; move it away, or choose {self._other}"
+                    )
         with locked(self.folder / _LOCK, self._busy, self._other, patience):
             yield
 
@@ -199,13 +201,12 @@ class Work:
         """Record of the part at ``path``, or None if it or one of its files is missing or damaged."""
         try:
             content = self.record(path)
-            files = content.pop("files", {})
-            is_whole = all(
-                sha256_of(self.folder / name) == sha256 for name, sha256 in files.items()
-            )
+            for name, sha256 in content.pop("files", {}).items():
+                if sha256_of(self.folder / name) != sha256:
+                    return None
         except HddmError:
             return None
-        return content if is_whole else None
+        return content
 
     def finish(
         self, path: Path, content: Mapping[str, Any], files: Mapping[str, str] | None = None

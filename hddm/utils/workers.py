@@ -179,16 +179,13 @@ class Workers(Backend):
     def start(self, call: Call) -> "_Worker":
         import torch
 
-        slot = next(
-            k for k in range(self.count) if k not in self._workers or not self._workers[k].is_busy
-        )
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        slot = next(k for k in range(self.count) if self._is_free(k))
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
         variables = compute_environment(call.threads or max(1, cores // self.count))
-        if (gpus := torch.cuda.device_count()) > 1:
+        gpus = torch.cuda.device_count()
+        if gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
             variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
         worker = self._workers.get(slot)
@@ -199,13 +196,19 @@ class Workers(Backend):
         worker.begin(call)
         return worker
 
+    def _is_free(self, slot: int) -> bool:
+        return slot not in self._workers or not self._workers[slot].is_busy
+
     def wait(self, seconds: float) -> list[Event]:
         busy = [worker for worker in self._workers.values() if worker.is_busy]
-        wait(
-            [one for worker in busy for one in (worker.connection, worker.process.sentinel)],
-            seconds,
-        )
-        return [(worker, *event) for worker in busy for event in worker.received()]
+        awaited: list[Any] = []
+        for worker in busy:
+            awaited += [worker.connection, worker.process.sentinel]
+        wait(awaited, seconds)
+        events: list[Event] = []
+        for worker in busy:
+            events += [(worker, *event) for event in worker.received()]
+        return events
 
     def stop(self) -> None:
         for worker in self._workers.values():
