@@ -255,9 +255,9 @@ class Calibration:
         if moments.class_means is not None:
             tensors["class_means"] = moments.class_means
         # One key, since safetensors writes several in an order that changes from call to call.
-        metadata = (
-            {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
-        )
+        metadata = None
+        if self.record:
+            metadata = {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)}
         tensors = {key: value.contiguous() for key, value in tensors.items()}
         save_file(tensors, folder / FILE_NAME, metadata)
 
@@ -270,20 +270,19 @@ class Calibration:
         tensors = read_safetensors(path)
         refuse_non_finite(path, tensors)
         found = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-        numbers, directions, levels, classes = (
-            len(tensors[name]) if name in tensors and tensors[name].ndim else 0
-            for name in ("mean", "variances", "times", "class_means")
-        )
-        shapes = {
+        numbers, directions = _rows(tensors, "mean"), _rows(tensors, "variances")
+        levels, classes = _rows(tensors, "times"), _rows(tensors, "class_means")
+        shapes: dict[str, tuple[int, ...]] = {
             "mean": (numbers,),
             "basis": (numbers, directions - 1),
             "variances": (directions,),
+            "times": (levels,),
+            "weights": (levels, directions),
         }
-        shapes |= {"times": (levels,), "weights": (levels, directions)}
-        shapes |= {"class_means": (classes, numbers)} if classes else {}
-        fits = levels > 1 and found == {
-            name: (torch.float32, shape) for name, shape in shapes.items()
-        }
+        if classes:
+            shapes["class_means"] = (classes, numbers)
+        wanted = {name: (torch.float32, shape) for name, shape in shapes.items()}
+        fits = levels > 1 and found == wanted
         if not fits or not _is_possible(tensors["variances"], tensors["times"], tensors["weights"]):
             raise HddmError(f"{path}: is not what was written; delete it and run hddm calibrate")
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
@@ -295,6 +294,11 @@ class Calibration:
         if key not in self._sent:
             self._sent[key] = Calibration(self.moments.to(x), self.times.to(x), self.weights.to(x))
         return self._sent[key]
+
+
+def _rows(tensors: Mapping[str, Tensor], name: str) -> int:
+    """Length of a tensor; 0 if it is missing or a single number."""
+    return len(tensors[name]) if name in tensors and tensors[name].ndim else 0
 
 
 def _is_possible(variances: Tensor, times: Tensor, weights: Tensor) -> bool:

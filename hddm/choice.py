@@ -12,8 +12,10 @@ class Choice:
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
         used = weights != 0
-        self.rows = {k: used[:, k].nonzero()[:, 0] for k in used.any(0).nonzero()[:, 0].tolist()}
+        self.rows: dict[int, Tensor] = {}
         """Indices of an expert's samples, by expert."""
+        for k in used.any(0).nonzero()[:, 0].tolist():
+            self.rows[k] = used[:, k].nonzero()[:, 0]
         self._parts: dict[int, tuple[Tensor | None, Tensor]] | None = None
 
     @classmethod
@@ -24,11 +26,9 @@ class Choice:
     def parts(self, device: torch.device) -> dict[int, tuple[Tensor | None, Tensor]]:
         """Rows (None for all) and weights of each expert on ``device``, sent there once."""
         if self._parts is None:
-            self._parts = {
-                k: (
-                    None if len(rows) == len(self.weights) else sent(rows, device),
-                    sent(self.weights[rows, k], device),
-                )
-                for k, rows in self.rows.items()
-            }
+            parts: dict[int, tuple[Tensor | None, Tensor]] = {}
+            for k, rows in self.rows.items():
+                there = None if len(rows) == len(self.weights) else sent(rows, device)
+                parts[k] = there, sent(self.weights[rows, k], device)
+            self._parts = parts
         return self._parts

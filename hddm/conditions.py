@@ -60,10 +60,8 @@ class Conditions:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
         """The same conditions with every tensor changed."""
-        branches = (self.given, self.negative)
-        given, negative = (
-            {name: change(one) for name, one in branch.items()} for branch in branches
-        )
+        given = {name: change(one) for name, one in self.given.items()}
+        negative = {name: change(one) for name, one in self.negative.items()}
         return Conditions(given, negative, None if self.prior is None else change(self.prior))
 
     def rows(self, rows: Tensor, device: torch.device | None = None) -> "Conditions":
@@ -94,7 +92,6 @@ class Inputs:
 
     def rows(self, rows: Tensor) -> "Inputs":
         """The inputs of these rows of the batch."""
-        branches = (self.conditions, self.negative)
-        return Inputs(
-            self.guidance, *({name: one[rows] for name, one in own.items()} for own in branches)
-        )
+        conditions = {name: one[rows] for name, one in self.conditions.items()}
+        negative = {name: one[rows] for name, one in self.negative.items()}
+        return Inputs(self.guidance, conditions, negative)

@@ -66,11 +66,9 @@ class Picture:
         if self.mask is not None and self.source is not None:
             raise HddmError("`edit_from` changes the whole picture; drop it or the `mask`")
         for picture, mask in ((self.x_0, self.mask), (self.pixels, self.pixel_mask)):
-            if (
-                mask is not None
-                and picture is not None
-                and mask.shape[1:] != (1, *picture.shape[2:])
-            ):
+            if mask is None or picture is None:
+                continue
+            if mask.shape[1:] != (1, *picture.shape[2:]):
                 raise HddmError(
                     f"the mask is {tuple(mask.shape)}, and the picture {tuple(picture.shape)}"
                 )
@@ -91,18 +89,21 @@ class Picture:
         def own(value: Tensor) -> Tensor:
             return value if len(value) == 1 else value[rows]
 
-        names = ("x_0", "mask", "pixels", "pixel_mask")
-        each: dict[str, Any] = {
-            name: own(value) for name in names if (value := getattr(self, name)) is not None
-        }
+        each: dict[str, Any] = {}
+        for name in ("x_0", "mask", "pixels", "pixel_mask"):
+            value = getattr(self, name)
+            if value is not None:
+                each[name] = own(value)
         if self.source is not None:
             each["source"] = self.source.map(lambda one: own(one).expand(len(rows), *one.shape[1:]))
         return replace(self, **each)
 
     def check(self, num: int, shape: Sequence[int]) -> None:
-        """Raise an `HddmError` if these are no pictures for ``num`` samples (C, H, W)."""
+        """Raise `HddmError` unless there is one picture, or ``num`` of them, of the shape (C, H, W)."""
         for name, one, own in (("picture", self.x_0, shape), ("mask", self.mask, (1, *shape[1:]))):
-            if one is not None and (len(one) not in (1, num) or one.shape[1:] != tuple(own)):
+            if one is None:
+                continue
+            if len(one) not in (1, num) or one.shape[1:] != tuple(own):
                 wanted = (num, *own)
                 raise HddmError(
                     f"the {name} is {tuple(one.shape)}, and {num} samples need {wanted}"

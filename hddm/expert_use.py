@@ -48,17 +48,18 @@ class ExpertUse:
     def report(self) -> dict[str, Any]:
         """Plain values: one row per bin that was visited, from data to noise."""
         weight, runs, samples = self.tally
+        by_time = []
+        for place in samples[:, 0].nonzero()[:, 0].tolist():
+            row = {
+                "t": [place / BINS, (place + 1) / BINS],
+                "shares": _rounded(weight[place] / weight[place].sum()),
+                "runs": _rounded(runs[place] / samples[place]),
+            }
+            by_time.append(row)
         return {
             "experts_a_sample": round(self.experts_a_sample, 4),
             "shares": _rounded(self.shares),
-            "by_time": [
-                {
-                    "t": [place / BINS, (place + 1) / BINS],
-                    "shares": _rounded(weight[place] / weight[place].sum()),
-                    "runs": _rounded(runs[place] / samples[place]),
-                }
-                for place in samples[:, 0].nonzero()[:, 0].tolist()
-            ],
+            "by_time": by_time,
         }
 
     def warnings(
@@ -69,8 +70,9 @@ class ExpertUse:
         Args:
             expected: how many samples each expert should get by p(k | conditions), (K,), where that is
                 known. It explains a large share, and an absence where few are expected.
-            domains: as `Ensemble.domains`; those of one count together, under the first. By default none do.
-            is_learned: where experts are chosen by a router that is trained.
+            domains: as `Ensemble.domains`; experts of one domain count together, under the first of them.
+                By default each expert counts alone.
+            is_learned: true if a router that is trained chooses the experts.
         """
         lines = []
         first = torch.tensor(domains or range(len(self.shares)))
@@ -79,11 +81,9 @@ class ExpertUse:
         wanted = None if expected is None else expected.double() @ same
         leads = first.unique().tolist()
         for k in leads:
-            due = (
-                float(wanted[k] / expected.sum())
-                if wanted is not None and expected is not None
-                else 0.0
-            )
+            due = 0.0
+            if wanted is not None and expected is not None:
+                due = float(wanted[k] / expected.sum())
             if len(leads) > 1 and shares[k] > MOST and due <= MOST:
                 if expected is None or expected.sum() >= FEWEST_EXPECTED * len(leads):
                     doubt = "; is the router trained?" if is_learned else ""

@@ -81,9 +81,10 @@ class Numbers:
     @classmethod
     def _with(cls, identities: Sequence[Hashable], without: int) -> "Numbers":
         distinct = tuple(dict.fromkeys(one for one in identities if one is not None))
-        return cls(
-            distinct, tuple(without if one is None else distinct.index(one) for one in identities)
-        )
+        numbers = []
+        for one in identities:
+            numbers.append(without if one is None else distinct.index(one))
+        return cls(distinct, tuple(numbers))
 
 
 class Parts:

@@ -356,9 +356,8 @@ def _source_velocity(
     """Velocity of a picture (noised to x at s) under the conditions that describe it, without guidance."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
-    same = {
-        name: value for name, value in batch.conditions.given.items() if name in sample_settings()
-    }
+    given, settings = batch.conditions.given, sample_settings()
+    same = {name: value for name, value in given.items() if name in settings}
     conditions = replace(conditions, given=same | conditions.given)
     if model.strategy == "draw" and plan.expert is None:
         expert = pick_experts(
@@ -455,8 +454,9 @@ def gathered(made: Sequence[tuple[Batch, Tensor]]) -> list[tuple[Tensor, int, Te
     """All samples of each kind, in order: their rows, an expert of the kind, and samples (n, C, H, W)."""
     found = []
     for kind in dict.fromkeys(batch.kind for batch, _ in made):
-        own = [(batch.rows, samples) for batch, samples in made if batch.kind == kind]
-        rows = torch.cat([rows for rows, _ in own])
+        own = [(batch, samples) for batch, samples in made if batch.kind == kind]
+        rows = torch.cat([batch.rows for batch, _ in own])
+        samples = torch.cat([samples for _, samples in own])
         order = rows.argsort()
-        found.append((rows[order], kind, torch.cat([samples for _, samples in own])[order]))
+        found.append((rows[order], kind, samples[order]))
     return found

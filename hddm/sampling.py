@@ -243,15 +243,17 @@ def batches(
         check_rows(num, branch)
     is_apart = plan.expert is None and not model.are_alike()
     chosen = _chosen(plan, numbers, conditions, size)
-    for k in chosen.unique().tolist() if is_apart and chosen is not None else [plan.expert or 0]:
-        if (first := plan.picture(k)) is not None:
-            first.check(num, plan.shape_of(k))
+    kinds = [plan.expert or 0]
+    if is_apart and chosen is not None:
+        kinds = chosen.unique().tolist()
+    for k in kinds:
+        picture = plan.picture(k)
+        if picture is not None:
+            picture.check(num, plan.shape_of(k))
     used = chosen
-    if (
-        chosen is None
-        and (shares := model.shares_of(num, conditions.given, conditions.prior)) is not None
-    ):
-        used = shares.sum(0).nonzero()[:, 0]
+    if chosen is None:
+        shares = model.shares_of(num, conditions.given, conditions.prior)
+        used = None if shares is None else shares.sum(0).nonzero()[:, 0]
     model.require(plan.guidance, conditions.given, used)
     groups = [torch.arange(num)]
     if chosen is not None and (is_apart or is_offloaded(one.network for one in model.experts)):
@@ -259,17 +261,19 @@ def batches(
         groups = [(keys == k).nonzero()[:, 0] for k in keys.unique().tolist()]
     elif chosen is not None and num > size:
         groups = [torch.tensor(model.domains)[chosen].argsort(stable=True)]
-    return (
-        Batch(
-            rows,
-            [numbers[row] for row in rows.tolist()],
-            conditions.rows(rows, model.device),
-            None if chosen is None else chosen[rows],
-            int(chosen[rows[0]]) if chosen is not None and is_apart else plan.expert or 0,
-        )
-        for group in groups
-        for rows in group.split(size)
-    )
+
+    def grouped() -> Iterator[Batch]:
+        for group in groups:
+            for rows in group.split(size):
+                experts = None if chosen is None else chosen[rows]
+                kind = plan.expert or 0
+                if experts is not None and is_apart:
+                    kind = int(experts[0])
+                own = [numbers[row] for row in rows.tolist()]
+                yield Batch(rows, own, conditions.rows(rows, model.device), experts, kind)
+
+    # All that can be refused was refused above, before the first batch is taken.
+    return grouped()
 
 
 def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str | None:
@@ -298,7 +302,8 @@ def _chosen(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     if model.strategy != "draw":
         return None
     shares = model.prior_of(num, given, prior)
-    if (blind := blind_draw(model, conditions, shares)) is not None:
+    blind = blind_draw(model, conditions, shares)
+    if blind is not None:
         # Up to the user: this function, no_grad's wrapper, `batches`, `sample`, its wrapper, the user.
         warnings.warn(blind, stacklevel=6)
     if plan.picture(0) is not None and model.router is not None:
@@ -396,10 +401,8 @@ def sample(
         # A prompt that names no class has the label for none, and brings its prior.
         has_prior = prior is not None
         conditions[LABELS] = class_indices(conditions[LABELS], planned.model.classes, has_prior)
-    given, against = (
-        {name: torch.as_tensor(value) for name, value in branch.items()}
-        for branch in (conditions, negative or {})
-    )
+    given = {name: torch.as_tensor(value) for name, value in conditions.items()}
+    against = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
     numbers = range(start, start + num)
     groups = batches(planned, numbers, Conditions(given, against, prior), batch_size)
     samples = torch.empty(num, *planned.shape_of(expert or 0), dtype=planned.dtype)

@@ -30,16 +30,26 @@ from hddm.utils.tensors import to_float64
 logger = logging.getLogger(__name__)
 
 DDPM_FAMILY = (
-    *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMInverseScheduler"),
-    *("DDIMParallelScheduler", "DEISMultistepScheduler", "DPMSolverMultistepScheduler"),
-    *(
-        "DPMSolverMultistepInverseScheduler",
-        "DPMSolverSinglestepScheduler",
-        "EulerDiscreteScheduler",
-    ),
-    *("EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler"),
-    *("KDPM2AncestralDiscreteScheduler", "LCMScheduler", "LMSDiscreteScheduler", "PNDMScheduler"),
-    *("SASolverScheduler", "TCDScheduler", "UniPCMultistepScheduler"),
+    "DDPMScheduler",
+    "DDPMParallelScheduler",
+    "DDIMScheduler",
+    "DDIMInverseScheduler",
+    "DDIMParallelScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverMultistepInverseScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+    "UniPCMultistepScheduler",
 )
 FLOW_MATCH_FAMILY = (
     "FlowMatchEulerDiscreteScheduler",
@@ -380,10 +390,9 @@ def _family(config: Mapping[str, Any], origin: str) -> str:
     """The scheduler class of a config that does not name it."""
     if any(key.startswith("beta_") or key == "trained_betas" for key in config):
         return "DDPMScheduler"
-    flow_only = (
-        set().union(*map(_parameters, FLOW_MATCH_FAMILY)).difference(*map(_parameters, DDPM_FAMILY))
-    )
-    if flow_only & set(config):
+    of_flow: set[str] = set().union(*map(_parameters, FLOW_MATCH_FAMILY))
+    of_flow_alone = of_flow.difference(*map(_parameters, DDPM_FAMILY))
+    if of_flow_alone & set(config):
         return "FlowMatchEulerDiscreteScheduler"
     _refuse_unknown_keys(config, origin)
     raise HddmError(f"{origin}: has neither _class_name nor betas; name the scheduler class")

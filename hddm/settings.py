@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
@@ -59,11 +60,10 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
     """
     signature = inspect.signature(function)
     kinds = {name: one.annotation for name, one in signature.parameters.items()}
-    records = {
-        name: kind
-        for name, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, Record)
-    }
+    records: dict[str, type[Record]] = {}
+    for name, kind in kinds.items():
+        if isinstance(kind, type) and issubclass(kind, Record):
+            records[name] = kind
 
     @functools.wraps(function)
     def called(*arguments: Any, **values: Any) -> Returned:
@@ -88,18 +88,15 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
         return function(*bound.args, **bound.kwargs)
 
     given = [one for name, one in signature.parameters.items() if name not in records]
-    fields = {
-        key: field for record in records.values() for key, field in record.model_fields.items()
-    }
-    given += [
-        inspect.Parameter(
-            key,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.is_required() else field.default,
-            annotation=field.annotation,
+    fields: dict[str, FieldInfo] = {}
+    for record in records.values():
+        fields |= record.model_fields
+    for key, field in fields.items():
+        default = inspect.Parameter.empty if field.is_required() else field.default
+        one = inspect.Parameter(
+            key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.annotation
         )
-        for key, field in fields.items()
-    ]
+        given.append(one)
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     return called
 
@@ -195,9 +192,8 @@ class SamplingMethod(Described):
     @property
     def guidance(self) -> Guidance:
         """The options of guidance as one."""
-        return Guidance(
-            **{name: getattr(self, option) for name, option in GUIDANCE_OPTIONS.items()}
-        )
+        options = {name: getattr(self, option) for name, option in GUIDANCE_OPTIONS.items()}
+        return Guidance(**options)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -250,11 +246,9 @@ class SampleSettings(Computing, SamplingMethod):
     @property
     def labels(self) -> list[str]:
         """Class names or numbers, one by one."""
-        return (
-            []
-            if self.class_labels is None
-            else [one.strip() for one in self.class_labels.split(",")]
-        )
+        if self.class_labels is None:
+            return []
+        return [one.strip() for one in self.class_labels.split(",")]
 
     @property
     def numbers(self) -> range:
@@ -263,20 +257,31 @@ class SampleSettings(Computing, SamplingMethod):
 
 
 def _lists(value: Any) -> Any:
-    """Names of ``a,b`` in each of several texts."""
+    """Split each of several texts ``a,b`` into its names."""
     return [one.split(",") if isinstance(one, str) else one for one in value]
 
 
 def _without_names(value: Any) -> Any:
-    """Names of ``NAME=a,b`` or ``a,b`` in each of several texts."""
-    return [one.rpartition("=")[2].split(",") if isinstance(one, str) else one for one in value]
+    """Split each of several texts ``NAME=a,b`` or ``a,b`` into the names a and b."""
+    found = []
+    for one in value:
+        if isinstance(one, str):
+            _, _, names = one.rpartition("=")
+            found.append(names.split(","))
+        else:
+            found.append(one)
+    return found
 
 
 def _domains(value: Any) -> Any:
-    """Names by the name of their domain, of texts ``NAME=a,b``."""
+    """Read texts ``NAME=a,b`` as lists of names, by the name of their domain."""
     if isinstance(value, Mapping):
         return value
-    return {name: names.split(",") for name, _, names in (one.partition("=") for one in value)}
+    found = {}
+    for one in value:
+        name, _, names = one.partition("=")
+        found[name] = names.split(",")
+    return found
 
 
 def _shares(value: Any) -> Any:
