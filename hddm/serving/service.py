@@ -110,10 +110,10 @@ def serve(
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
         os.environ.setdefault("SERVE_SLOW_STARTUP_WARNING_S", "600")
         # Ray places workers by number of processors, and all of these must be on this machine.
-        needed = 0.0
+        needed = []
         for name, count in replicas.items():
-            needed += placement.of(name, False)["num_cpus"] * count
-        own = {"num_cpus": int(needed + placement.of(FRONT, False)["num_cpus"]) + 1}
+            needed.append(placement.of(name, False)["num_cpus"] * count)
+        own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
     with connected(ray, address, **own):
         from ray import serve as ray_serve
 
