@@ -209,7 +209,7 @@ def commands(file: BenchmarkFile, lines: CommandLine, data: Path | None = None) 
 
 
 def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
-    """Refuse a folder of another kind; unless ``overwrite``, also results of other settings or other seeds."""
+    """Refuse a folder of another kind, and unless ``overwrite``, results of other settings or seeds."""
     if is_empty(out):
         for draft in out.iterdir():
             # Of a process that was killed before it had written anything else.
