@@ -253,9 +253,10 @@ class _InFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        return func(
-            *map(_cast, args), **{key: _cast(value) for key, value in (kwargs or {}).items()}
-        )
+        named: dict[str, Any] = {}
+        for key, value in (kwargs or {}).items():
+            named[key] = _cast(value)
+        return func(*map(_cast, args), **named)
 
 
 def _cast(value: Any) -> Any:
@@ -305,9 +306,9 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
             own: dict[str, Any] = {}
             for name, one in conditions.items():
                 own[name] = torch.cat([one] * len(rows))
-            known_there = {
-                name: one for name, one in own.items() if name != TEXT or not is_text_added
-            }
+            known_there = dict(own)
+            if is_text_added:
+                known_there.pop(TEXT, None)
             now = torch.tensor(levels.times, dtype=torch.float64)[rows]
             found.append(written.velocity(levels.x[rows], now, **own))
             wanted.append(source(levels.y[rows], levels.timesteps[rows], known_there))

@@ -108,11 +108,16 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
             raise HddmError(f"{folder / MODEL_INDEX}: {text}")
     # Some early pipelines of one model hold it at the root.
     at_root = found if (folder / "config.json").exists() else []
-    parts = [name for name in index if _PARTS.fullmatch(name) and _is_there(index[name])]
-    if missing := [name for name in parts if name not in at_root and not (folder / name).is_dir()]:
-        others = ", ".join(shown(sorted(one.name for one in folder.iterdir() if one.is_dir())))
+    missing = []
+    for name in index:
+        is_part = _PARTS.fullmatch(name) and _is_there(index[name])
+        if is_part and name not in at_root and not (folder / name).is_dir():
+            missing.append(name)
+    if missing:
+        beside = sorted(one.name for one in folder.iterdir() if one.is_dir())
+        others = ", ".join(shown(beside)) or "none"
         hint = "" if found[0] in missing else f", or convert {folder / found[0]} to do without"
-        text = f"no {'/, '.join(missing)}/ beside it (found {others or 'none'}); fetch or rename it{hint}"
+        text = f"no {'/, '.join(missing)}/ beside it (found {others}); fetch or rename it{hint}"
         raise HddmError(f"{folder / MODEL_INDEX}: {text}")
     model = folder / found[0]
     if model.is_dir():
@@ -124,10 +129,11 @@ def _index(folder: Path) -> dict[str, Any]:
     """The index of the pipeline in ``folder``, empty where there is none; refuses `_OTHER_TASKS`."""
     index = read_config(folder, MODEL_INDEX) if (folder / MODEL_INDEX).is_file() else {}
     name = one_line(index.get("_class_name"), 60)
-    if task := next((one for one, names in _OTHER_TASKS.items() if re.search(names, name)), None):
-        raise HddmError(
-            f"{folder / MODEL_INDEX}: {name} {task}; hddm makes pictures from text or a class"
-        )
+    for task, names in _OTHER_TASKS.items():
+        if re.search(names, name):
+            raise HddmError(
+                f"{folder / MODEL_INDEX}: {name} {task}; hddm makes pictures from text or a class"
+            )
     return index
 
 
@@ -151,9 +157,8 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
     refuse_quantised(weights, files[0])
     scheduler = _scheduler(folder, above)
-    scale, is_latent, notes = _latents(
-        above, any(_is_there(index.get(one)) for one in VAES), arguments
-    )
+    names_vae = any(_is_there(index.get(one)) for one in VAES)
+    scale, is_latent, notes = _latents(above, names_vae, arguments)
     place, more = _vae_folder(above), list[str]()
     # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
     vae = None if place is None else identify_vae(place, reading.variant)
@@ -191,12 +196,19 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         licence=licence,
         vae=vae,
         text=text,
-        components={
-            **({"vae": place} if place and isinstance(vae, VaeRecord) else {}),
-            **text.components,
-        },
+        components=_components(place, vae, text),
         variant=reading.variant,
     )
+
+
+def _components(
+    place: Path | None, vae: VaeRecord | UnreadVae | None, text: PipelineText
+) -> dict[str, Path]:
+    """Folders of the VAE in ``place``, if hddm reads it, and of the text encoders."""
+    found = {}
+    if place and isinstance(vae, VaeRecord):
+        found["vae"] = place
+    return found | text.components
 
 
 def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
@@ -304,9 +316,12 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
     found, raw = _find(folder, variant), _find(folder, "non_ema")
     if found is None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        variants = {match[1] or match[2] for match in map(_WEIGHTS.fullmatch, names) if match} - {
-            None
-        }
+        variants = set()
+        for name in names:
+            match = _WEIGHTS.fullmatch(name)
+            if match is not None:
+                variants.add(match[1] or match[2])
+        variants.discard(None)
         wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
         hint = f"; there are variants: pass `variant` {' or '.join(sorted(variants))}"
         raise HddmError(f"{folder}: no {wanted}{hint if variants else did_you_mean(wanted, names)}")
@@ -317,8 +332,11 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
 
 def _find(folder: Path, variant: str | None) -> str | None:
     """Name of the weights file or index of a variant, safetensors before pickles."""
-    found = (weights_of_variant(folder, STEM, variant, ending) for ending in ("safetensors", "bin"))
-    return next(filter(None, found), None)
+    for ending in ("safetensors", "bin"):
+        found = weights_of_variant(folder, STEM, variant, ending)
+        if found:
+            return found
+    return None
 
 
 def _read_weights(
@@ -330,9 +348,8 @@ def _read_weights(
     if name.endswith(".json"):
         return read_index(folder / name, allow_pickle)
     content = read_file(resolved, allow_pickle)
-    return {key: value for key, value in content.items() if hasattr(value, "shape")}, [
-        folder / name
-    ]
+    tensors = {key: value for key, value in content.items() if hasattr(value, "shape")}
+    return tensors, [folder / name]
 
 
 def _latents(
@@ -363,4 +380,7 @@ def _latents(
 
 def _vae_folder(above: Path) -> Path | None:
     """The folder of the VAE in the pipeline ``above``; None without one."""
-    return next((above / one for one in VAES if (above / one / "config.json").exists()), None)
+    for name in VAES:
+        if (above / name / "config.json").exists():
+            return above / name
+    return None

@@ -95,8 +95,14 @@ class Modules:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Multi-head attention of (batch, tokens, width)."""
-    q, k, v = (z.unflatten(-1, (heads, -1)).transpose(1, 2) for z in (q, k, v))
+    q, k, v = _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, width) as (batch, heads, tokens, width / heads)."""
+    split: Tensor = x.unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
 
 
 NULL_TEXT = "y_embedder.y_embedding"
@@ -125,8 +131,9 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
     rows = shape_of(weights, "final_layer.linear.weight", 2, origin)[0]
     depth, heads = count_blocks(weights, "blocks"), reading.num_heads
     if heads is None and width >= 384:
-        published = {(one["hidden_size"], one["depth"]): one["num_heads"] for one in SIZES.values()}
-        heads = published.get((width, depth))
+        for one in SIZES.values():
+            if (one["hidden_size"], one["depth"]) == (width, depth):
+                heads = one["num_heads"]
     if heads is None:
         text = f"{depth} blocks of width {width} are not a published size, and no tensor shows the number"
         raise Unstated(origin, f"{text} of attention heads: pass `num_heads`", "num_heads")
@@ -236,15 +243,15 @@ def _pixart_table(names: Iterable[str], config: Mapping[str, Any], origin: str) 
             pairs += module(f"{theirs}.mlp.2", f"adaln_single.emb.{ours}.linear_2")
     for n in range(config["num_layers"]):
         theirs, ours = f"blocks.{n}", f"transformer_blocks.{n}"
+        to_itself, to_text = f"{ours}.attn1", f"{ours}.attn2"
+        qkv = [f"{to_itself}.to_q", f"{to_itself}.to_k", f"{to_itself}.to_v"]
         pairs += [
             same(f"{theirs}.scale_shift_table", f"{ours}.scale_shift_table"),
-            *module(f"{theirs}.attn.qkv", [f"{ours}.attn1.to_{letter}" for letter in "qkv"]),
-            *module(f"{theirs}.attn.proj", f"{ours}.attn1.to_out.0"),
-            *module(f"{theirs}.cross_attn.q_linear", f"{ours}.attn2.to_q"),
-            *module(
-                f"{theirs}.cross_attn.kv_linear", [f"{ours}.attn2.to_{letter}" for letter in "kv"]
-            ),
-            *module(f"{theirs}.cross_attn.proj", f"{ours}.attn2.to_out.0"),
+            *module(f"{theirs}.attn.qkv", qkv),
+            *module(f"{theirs}.attn.proj", f"{to_itself}.to_out.0"),
+            *module(f"{theirs}.cross_attn.q_linear", f"{to_text}.to_q"),
+            *module(f"{theirs}.cross_attn.kv_linear", [f"{to_text}.to_k", f"{to_text}.to_v"]),
+            *module(f"{theirs}.cross_attn.proj", f"{to_text}.to_out.0"),
             *module(f"{theirs}.mlp.fc1", f"{ours}.ff.net.0.proj"),
             *module(f"{theirs}.mlp.fc2", f"{ours}.ff.net.2"),
         ]
@@ -331,10 +338,10 @@ def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
         c = own.times(timestep, "t_embedder")
         if config["use_additional_conditions"]:
             sizes = conditions["resolution"].flatten(), conditions["aspect_ratio"].flatten()
-            pairs = zip(_EXTRA, sizes, strict=True)
-            c = c + torch.cat(
-                [own.times(values, name).view(len(x), -1) for name, values in pairs], 1
-            )
+            embedded = []
+            for name, values in zip(_EXTRA, sizes, strict=True):
+                embedded.append(own.times(values, name).view(len(x), -1))
+            c = c + torch.cat(embedded, 1)
         shared = own.affine(F.silu(c), "t_block.1").unflatten(-1, (6, -1))
         given = conditions["encoder_hidden_states"].to(x.dtype)
         text = own.perceptron(given, "y_embedder.y_proj.fc1", "y_embedder.y_proj.fc2", _gelu)

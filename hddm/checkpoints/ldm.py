@@ -5,6 +5,7 @@ shapes. The file holds its betas and latent scale as buffers, but not whether it
 must say so (``--prediction-type``).
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -64,9 +65,12 @@ _BUFFERS = re.compile(
 def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tensor]]:
     """The network's tensors by set, given all tensors of a file."""
     raw = {name: tensor for name, tensor in content.items() if name.startswith(UNET)}
-    # Averaged copies have flattened names.
-    flat = {name: EMA + "".join(name.split(".")[1:]) for name in raw}
-    averaged = {name: content[copy] for name, copy in flat.items() if copy in content}
+    averaged = {}
+    for name in raw:
+        # Averaged copies have flattened names.
+        copy = EMA + "".join(name.split(".")[1:])
+        if copy in content:
+            averaged[name] = content[copy]
     return {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
 
 
@@ -123,21 +127,22 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
             levels.append([])
         else:
             levels[-1].append(n)
-    attending = (f"input_blocks.{n}.1" for level in levels for n in level)
-    prefix = next((name for name in attending if f"{name}.proj_in.weight" in unet), None)
-    if len({len(level) for level in levels}) > 1 or prefix is None:
-        sizes = [len(level) for level in levels]
+    prefix = None
+    for n in itertools.chain.from_iterable(levels):
+        if f"input_blocks.{n}.1.proj_in.weight" in unet:
+            prefix = f"input_blocks.{n}.1"
+            break
+    sizes = [len(level) for level in levels]
+    if len(set(sizes)) > 1 or prefix is None:
         attends = "no attention" if prefix is None else "attention"
         raise HddmError(
             f"{origin}: is no Stable Diffusion UNet: levels of {sizes} layers, {attends} to text"
         )
-    channels = [
-        shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0]
-        for level in levels
-    ]
-    depths = [
-        count_blocks(unet, f"input_blocks.{level[0]}.1.transformer_blocks") for level in levels
-    ]
+    firsts = [f"input_blocks.{level[0]}" for level in levels]
+    channels = []
+    for first in firsts:
+        channels.append(shape_of(unet, f"{first}.0.out_layers.3.weight", 4, origin)[0])
+    depths = [count_blocks(unet, f"{first}.1.transformer_blocks") for first in firsts]
     middle = count_blocks(unet, "middle_block.1.transformer_blocks")
     context = shape_of(unet, f"{prefix}.transformer_blocks.0.attn2.to_k.weight", 2, origin)[1]
     is_linear = unet[f"{prefix}.proj_in.weight"].ndim == 2
@@ -323,10 +328,9 @@ class _Unet(Modules):
 
     def attention(self, x: Tensor, context: Tensor, name: str, heads: int) -> Tensor:
         """Attention of ``x`` (batch, tokens, width) to ``context``."""
-        q, k, v = (
-            F.linear(given, self.get(f"{name}.to_{letter}.weight"))
-            for given, letter in ((x, "q"), (context, "k"), (context, "v"))
-        )
+        q = F.linear(x, self.get(f"{name}.to_q.weight"))
+        k = F.linear(context, self.get(f"{name}.to_k.weight"))
+        v = F.linear(context, self.get(f"{name}.to_v.weight"))
         return self.affine(attend(q, k, v, heads), f"{name}.to_out.0")
 
     def spatial(self, x: Tensor, text: Tensor, name: str, heads: int) -> Tensor:

@@ -83,18 +83,21 @@ class LoraFile:
     @property
     def ranks(self) -> dict[str, int]:
         """Number of layers by rank."""
-        shapes = (
-            self.header[parts["down"]].shape for parts in self.layers.values() if "down" in parts
-        )
-        found = Counter(shape[0] for shape in shapes if shape)
+        found = Counter[int]()
+        for parts in self.layers.values():
+            shape = self.header[parts["down"]].shape if "down" in parts else ()
+            if shape:
+                found[shape[0]] += 1
         return {str(rank): found[rank] for rank in sorted(found)}
 
 
 def is_lora(names: Collection[str]) -> bool:
     """True for tensor names of a LoRA file, or of a similar small change to a network."""
-    return any(
-        _FACTOR.fullmatch(one) or _UNREAD.fullmatch(one) or _OTHER.search(one) for one in names
-    )
+    return any(map(_is_of_lora, names))
+
+
+def _is_of_lora(name: str) -> bool:
+    return bool(_FACTOR.fullmatch(name) or _UNREAD.fullmatch(name) or _OTHER.search(name))
 
 
 def read_lora(path: Path) -> LoraFile:
@@ -219,13 +222,14 @@ def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[
             problems.append(f"{layer!r} is {known[layer]!r} once more")
         else:
             found[target] = parts
-            factors, weight = [lora.header[parts[part]] for part in ("down", "up")], weights[target]
-            rank = factors[0].shape[0] if factors[0].shape else 0
-            fits = tuple(one.shape for one in factors) == factor_shapes(weight.shape, rank)
-            fits &= all(one.dtype.is_floating_point for one in factors)
+            weight = weights[target]
+            down, up = lora.header[parts["down"]], lora.header[parts["up"]]
+            rank = down.shape[0] if down.shape else 0
+            fits = (down.shape, up.shape) == factor_shapes(weight.shape, rank)
+            fits &= down.dtype.is_floating_point and up.dtype.is_floating_point
             # A larger rank changes no more, and all layers get the largest.
             if not fits or not 1 <= rank <= max(len(weight), weight[0].numel()):
-                given = " and ".join(f"{one.shape} in {one.dtype}" for one in factors)
+                given = f"{down.shape} in {down.dtype} and {up.shape} in {up.dtype}"
                 problems.append(f"{layer!r} has factors {given} for a weight {tuple(weight.shape)}")
     prefix = _prefix_before(known, lora.layers) if problems else None
     if prefix is not None:
@@ -240,7 +244,7 @@ def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[
 
 
 def _prefix_before(known: Collection[str], layers: Collection[str]) -> str | None:
-    """What stands before the name of every one of ``layers``, none of which is ``known`` with it."""
+    """The prefix without which all ``layers`` are ``known``; None if there is none."""
     first = next(iter(layers), "")
     for match in re.finditer(r"[._]", first):
         prefix = first[: match.end()]
@@ -254,21 +258,17 @@ def _layers_of(network: ModelMixin) -> dict[str, str]:
     """Layers of a network by every name that a file may have for them."""
     kinds = (nn.Linear, nn.Conv2d)
     layers = [name for name, module in network.named_modules() if isinstance(module, kinds)]
-    names = {layer.replace(".", "_"): layer for layer in layers} | {
-        layer: layer for layer in layers
-    }
+    names = {layer.replace(".", "_"): layer for layer in layers}
+    for layer in layers:
+        names[layer] = layer
     if family_of(network) is ldm.LDM.family:
         # Not every block of the class is one of latent diffusion.
         with contextlib.suppress(HddmError):
-            pairs = ldm.key_table(
-                [f"{layer}.weight" for layer in layers], network.config, "LoRA"
-            ).pairs
-            foreign = (
-                pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight") for pair in pairs
-            )
-            names |= {
-                name.replace(".", "_"): layer for name, layer in zip(foreign, layers, strict=True)
-            }
+            weights = [f"{layer}.weight" for layer in layers]
+            pairs = ldm.key_table(weights, network.config, "LoRA").pairs
+            for pair, layer in zip(pairs, layers, strict=True):
+                foreign = pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight")
+                names[foreign.replace(".", "_")] = layer
     return names
 
 
@@ -294,7 +294,7 @@ def _adapter(
     adapter = adapter_of(base, out, ranks[widest], alpha, tuple(targets))
     tensors: dict[str, Tensor] = {}
     for target, (down, up) in tensor_names(adapter.targets).items():
-        a, b = (stored[targets[target][part]] for part in ("down", "up"))
+        a, b = stored[targets[target]["down"]], stored[targets[target]["up"]]
         a, b = a.to(promoted(a.dtype)), b.to(promoted(b.dtype))
         if not is_one:
             b = b.to(promoted(b.dtype, torch.float32)) * scales[target]
@@ -304,18 +304,19 @@ def _adapter(
 
 
 def _stated_alphas(lora: LoraFile, targets: Collection[str]) -> dict[str, Any]:
-    """Alphas of ``targets`` by peft's config in the metadata; none without. `HddmError` for a variant.
+    """Alphas of ``targets`` that peft's config in the metadata states; empty if there is no such config.
 
-    A layer's is that of the first pattern at the end of its name, as in peft, else the common one. Patterns
-    at the end of no name, such as those with wildcards, are refused.
+    As in peft, a layer has the alpha of the first pattern that ends its name, or else the common one. Raises
+    `HddmError` for a variant of LoRA, and for a pattern that ends no name, such as one with wildcards.
     """
     if _METADATA not in lora.metadata:
         return {}
     origin = f"{lora.path}: {_METADATA}"
     stated = parse_object(lora.metadata[_METADATA], origin)
-    config = {
-        _NETWORK.sub("", key, 1): value for key, value in stated.items() if _NETWORK.match(key)
-    }
+    config = {}
+    for key, value in stated.items():
+        if _NETWORK.match(key):
+            config[_NETWORK.sub("", key, 1)] = value
     refuse_variants(config, origin)
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -323,10 +324,11 @@ def _stated_alphas(lora: LoraFile, targets: Collection[str]) -> dict[str, Any]:
     found = dict.fromkeys(targets, config.get("lora_alpha"))
     for pattern, alpha in reversed(patterns.items()):
         end = f"{pattern}.weight"
-        # A caret begins the whole name of a layer.
-        fitting = [
-            target for target in targets if f"^{target}" == end or f".{target}".endswith(f".{end}")
-        ]
+        fitting = []
+        for target in targets:
+            # A caret begins the whole name of a layer.
+            if f"^{target}" == end or f".{target}".endswith(f".{end}"):
+                fitting.append(target)
         if not fitting:
             raise HddmError(
                 f"{origin}: alpha_pattern {one_line(pattern, 40)!r} ends the name of no layer"

@@ -64,11 +64,12 @@ def merge_experts(
             conditions or classes, or was trained in its calibration; and for NaN and Inf.
     """
     shares = _shares(experts, weights)
-    parts, found = [open_expert_checkpoint(folder, Reading()) for folder in experts], Findings()
+    parts = [open_expert_checkpoint(folder, Reading()) for folder in experts]
+    found = Findings()
     records = [one.record for one in parts if one.record is not None]
-    opened = [
-        Expert(None, record, folder=folder) for folder, record in zip(experts, records, strict=True)
-    ]
+    opened = []
+    for folder, record in zip(experts, records, strict=True):
+        opened.append(Expert(None, record, folder=folder))
     _compare_kinds(opened, found)
     _compare(parts, opened, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
@@ -84,11 +85,11 @@ def merge_experts(
     for number, part in enumerate(parts):
         for path in part.files:
             files[f"{number}/{path.name}"] = sha256_once(path)
+    shard = records[0].shard
+    is_one_shard = all(one.shard == shard for one in records)
     update: dict[str, Any] = {
         "weights": "unstated",
-        "shard": records[0].shard
-        if all(one.shard == records[0].shard for one in records)
-        else None,
+        "shard": shard if is_one_shard else None,
         "training": {},
         "shift": common_shift(opened, found),
         "licence": joint_licence(one.licence for one in records),
@@ -112,13 +113,18 @@ def merge_experts(
 
 
 def _common_extras(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:
-    """Tensors that no network needs, where all parts have the same ones."""
+    """The tensors that no network needs and that are the same in all parts."""
     found = {}
     for name, tensor in parts[0].declared.kept.items():
-        others = [part.declared.kept.get(name) for part in parts]
-        if all(other is not None and torch.equal(tensor, other) for other in others):
+        if all(_has_same(part, name, tensor) for part in parts):
             found[name] = tensor.contiguous()
     return found
+
+
+def _has_same(part: Checkpoint, name: str, tensor: Tensor) -> bool:
+    """True if ``part`` keeps a tensor of this name with the same values."""
+    own = part.declared.kept.get(name)
+    return own is not None and torch.equal(tensor, own)
 
 
 def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
@@ -156,18 +162,16 @@ def _compare(parts: Sequence[Checkpoint], experts: Sequence[Expert], found: Find
 
 
 def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:
+    """What the experts that are merged must have in common, by the name that messages give it."""
+    found: dict[str, Any] = {"network": part.class_name}
     # Lists and tuples mean the same in a config.
     config = json.loads(json.dumps(dict(part.network.config)))
-    return {
-        "network": part.class_name,
-        **{
-            f"{key} of its network": value
-            for key, value in config.items()
-            if not key.startswith("_")
-        },
-        **record.model_dump(mode="json", include=_ALIKE),
-        "null values": {name: value.tolist() for name, value in part.nulls.items()},
-    }
+    for key, value in config.items():
+        if not key.startswith("_"):
+            found[f"{key} of its network"] = value
+    found |= record.model_dump(mode="json", include=_ALIKE)
+    found["null values"] = {name: value.tolist() for name, value in part.nulls.items()}
+    return found
 
 
 def _averages(parts: Sequence[Checkpoint], shares: Sequence[float]) -> list[Planned]:
@@ -176,7 +180,8 @@ def _averages(parts: Sequence[Checkpoint], shares: Sequence[float]) -> list[Plan
     origin, planned = ", ".join(str(one.path) for one in parts), []
     for name, tensor in weights[0].items():
         tensors = [one[name] for one in weights]
-        dtype = promoted(*(one.dtype for one in tensors))
+        dtypes = [one.dtype for one in tensors]
+        dtype = promoted(*dtypes)
         average = functools.partial(_average, tensors, shares, dtype)
         planned.append(Planned(name, tuple(tensor.shape), dtype, average, origin))
     return planned

@@ -74,11 +74,11 @@ class ConversionPlan:
             "text_encoder": record.text_encoder,
             "tokenizer": record.text_encoder,
         }
-        return {
-            name: folder
-            for name, folder in self.source.components.items()
-            if known[name] is not None
-        }
+        found = {}
+        for name, folder in self.source.components.items():
+            if known[name] is not None:
+                found[name] = folder
+        return found
 
     @property
     def size(self) -> int:
@@ -122,7 +122,8 @@ def _only_file_in(folder: Path, reading: Reading) -> Checkpoint:
             refusals.append(error)
     if len(sources) == 1:
         return sources[0]
-    found = [str(one.path) for one in sources] + [str(error) for error in refusals]
+    found = [str(one.path) for one in sources]
+    found += map(str, refusals)
     raise HddmError(
         f"{folder}: holds none of {EXPERT_FILE}, {MODEL_INDEX} and config.json, and not exactly one "
         f"checkpoint file (found: {'; '.join(found) or 'none'})"
@@ -234,7 +235,7 @@ def _with_text(source: Checkpoint, tensors: Sequence[Planned], text_dim: int) ->
     named = {one.name: one.read() for one in tensors}
     weights, config = add_text(named, source.arguments, text_dim)
     network = empty_network(EXPERT.network, config, len(weights), str(source.path))
-    return Built(network, [as_planned(*item) for item in weights.items()])
+    return Built(network, [as_planned(name, one) for name, one in weights.items()])
 
 
 def _interface(built: Built, source: Checkpoint, side: int | None) -> Interface:
@@ -377,7 +378,8 @@ def add_text(
         for i in range(int(config["depth"])):
             modules[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
     like = weights["patch_embed.weight"]
-    added = {
-        f"{name}.{key}": one.to(like) for name, own in modules.items() for key, one in own.items()
-    }
+    added = {}
+    for name, own in modules.items():
+        for key, one in own.items():
+            added[f"{name}.{key}"] = one.to(like)
     return {**weights, **added}, {**config, "text_dim": text_dim}

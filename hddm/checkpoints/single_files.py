@@ -98,10 +98,13 @@ def _weight_sets(
     _refuse_several(sources, len(found) < len(sources) or sources.keys() > {_TOP}, path)
     if list(sources) == ["state_dict"]:
         return {"unstated": sources["state_dict"]}
-    named = {
-        _SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)
-    }
-    return found or named or {"unstated": _tensors(content)}
+    if found:
+        return found
+    named: dict[WeightSet, dict[str, Tensor]] = {}
+    for name, value in content.items():
+        if name in _SETS and isinstance(value, dict):
+            named[_SETS[name]] = _tensors(value)
+    return named or {"unstated": _tensors(content)}
 
 
 def _sources(
@@ -116,8 +119,13 @@ def _sources(
     for name, value in content.items():
         if not isinstance(value, dict):
             continue
-        inner = [_tensors(one) for one in (value, *map(value.get, _INNER)) if isinstance(one, dict)]
-        inner = [one for one in inner if holds(one)]
+        inner = []
+        for one in (value, *map(value.get, _INNER)):
+            if not isinstance(one, dict):
+                continue
+            tensors = _tensors(one)
+            if holds(tensors):
+                inner.append(tensors)
         _refuse_several([name], len(inner) > 1 or bool(inner and name not in _SETS), path)
         if inner:
             found[name] = inner[0]
@@ -135,14 +143,12 @@ def _known(tensors: Collection[str]) -> list[FileLayout]:
 
 
 def _has_tensors(value: object) -> bool:
-    inner = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return isinstance(value, Tensor) or any(map(_has_tensors, inner))
+    """True for a tensor, and for a dictionary or list that holds one at any depth."""
+    if isinstance(value, dict):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
 
 
 def _refuse_several(names: Iterable[str], is_unclear: bool, path: Path) -> None:
@@ -160,7 +166,7 @@ def _strip(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Tensors without the prefix that wrappers put before every name, and that prefix."""
     prefix = ""
     while tensors:
-        found = next((p for p in _PREFIXES if all(name.startswith(p) for name in tensors)), None)
+        found = _common_prefix(tensors)
         if found is None:
             break
         prefix += found
@@ -168,14 +174,26 @@ def _strip(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     return tensors, prefix
 
 
+def _common_prefix(names: Collection[str]) -> str | None:
+    """The prefix of a wrapper that all ``names`` begin with."""
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in names):
+            return prefix
+    return None
+
+
 def _layout(sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], path: Path) -> FileLayout:
     """The only layout that a file's weight sets fit."""
-    candidates = {one.name: one for tensors, _ in sets.values() for one in _known(tensors)}
+    candidates = {}
+    for tensors, _ in sets.values():
+        for layout in _known(tensors):
+            candidates[layout.name] = layout
     if len(candidates) != 1:
+        names: list[str] = []
         for tensors, _ in sets.values():
             refuse_quantised(tensors, path)
-        names = sorted(name for tensors, _ in sets.values() for name in tensors)
-        some = ", ".join(names[:5]) or "no tensors at all"
+            names += tensors
+        some = ", ".join(sorted(names)[:5]) or "no tensors at all"
         raise HddmError(
             f"{path}: of no known layout ({some}, …): known are {', '.join(FILE_LAYOUTS)}; a "
             "diffusers model is a folder with its config.json"

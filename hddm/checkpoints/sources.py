@@ -107,9 +107,8 @@ class KeyTable:
     def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
         """Map back to the layout; ``extras`` are the benign tensors that were kept."""
         back = [Pair(pair.ours, pair.foreign) for pair in self.pairs]
-        return _mapped(back, weights, origin) + [
-            as_planned(name, tensor) for name, tensor in extras.items()
-        ]
+        kept = [as_planned(name, tensor) for name, tensor in extras.items()]
+        return [*_mapped(back, weights, origin), *kept]
 
 
 def as_planned(name: str, tensor: Tensor) -> Planned:
@@ -139,7 +138,9 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
 
 def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> list[Planned]:
     """Rows of several tensors joined into one, or of one tensor divided evenly."""
-    first, rows = tensors[0], sum(tensor.shape[0] if tensor.ndim else 1 for tensor in tensors)
+    first, rows = tensors[0], 0
+    for tensor in tensors:
+        rows += tensor.shape[0] if tensor.ndim else 1
     if len(tensors) == 1 and len(targets) == 1:
         return [as_planned(targets[0], first)]
     alike = {(tensor.ndim, tensor.shape[1:], tensor.dtype) for tensor in tensors}
@@ -149,7 +150,8 @@ def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> 
             f"{origin}: tensors of {[tuple(t.shape) for t in tensors]} do not make up {names}"
         )
     if len(targets) > 1:
-        return [as_planned(*one) for one in zip(targets, first.chunk(len(targets)), strict=True)]
+        parts = first.chunk(len(targets))
+        return [as_planned(name, part) for name, part in zip(targets, parts, strict=True)]
     joined = functools.partial(torch.cat, list(tensors))
     return [Planned(targets[0], (rows, *first.shape[1:]), first.dtype, joined)]
 
@@ -433,6 +435,8 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
 
 
 def _dynamic(config: Mapping[str, Any], num_patches: int) -> float:
-    base, most, base_shift, max_shift = (config.get(key, usual) for key, usual in _DEFAULTS.items())
+    values: dict[str, Any] = {**_DEFAULTS, **config}
+    base, most = values["base_image_seq_len"], values["max_image_seq_len"]
+    base_shift, max_shift = values["base_shift"], values["max_shift"]
     mu = float(base_shift + (max_shift - base_shift) * (num_patches - base) / (most - base))
     return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
