@@ -29,14 +29,9 @@ class VaeClass:
 
 
 _KL = VaeClass("AutoencoderKL", 0.18215, has_deviation=True)
-VAES: Mapping[str, VaeClass] = {
-    one.name: one
-    for one in (
-        _KL,
-        VaeClass("AutoencoderTiny", 1.0, derived=("block_out_channels",), replaces=(_KL.name,)),
-        VaeClass("VQModel", _KL.default_scale, is_read=False),
-    )
-}
+_TINY = VaeClass("AutoencoderTiny", 1.0, derived=("block_out_channels",), replaces=(_KL.name,))
+_VQ = VaeClass("VQModel", _KL.default_scale, is_read=False)
+VAES: Mapping[str, VaeClass] = {one.name: one for one in (_KL, _TINY, _VQ)}
 """Known classes by name."""
 READ_VAES = tuple(one.name for one in VAES.values() if one.is_read)
 """Classes of VAEs that hddm reads."""

@@ -133,7 +133,10 @@ def _depths(kind: type) -> Sequence[Sequence[str]]:
 def _largest(value: Any, levels: int = 3) -> int:
     """Largest number of layers that one config entry creates."""
     if isinstance(value, Sequence) and not isinstance(value, str) and levels:
-        return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
+        largest = len(value)
+        for inner in value:
+            largest = max(largest, _largest(inner, levels - 1))
+        return largest
     return min(max(value, 1), 10**12) if isinstance(value, int) else 1
 
 

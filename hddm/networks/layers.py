@@ -46,17 +46,17 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Heads lie apart by tokens; each product would copy them for itself.
-        queries, keys, values, gradient = (x.contiguous() for x in (*ctx.saved_tensors, *gradients))
+        queries, keys, values = ctx.saved_tensors
+        queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
+        gradient = gradients[0].contiguous()
         scale = queries.shape[-1] ** -0.5
         scores = torch.matmul(scale * queries.float(), keys.float().transpose(-1, -2))
         weights = scores.softmax(-1).to(queries.dtype)
         of_weights = gradient @ values.transpose(-1, -2)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
         of_scores = scale * of_scores
-        of_keys, of_values = (
-            of_scores.transpose(-1, -2) @ queries,
-            weights.transpose(-1, -2) @ gradient,
-        )
+        of_keys = of_scores.transpose(-1, -2) @ queries
+        of_values = weights.transpose(-1, -2) @ gradient
         return of_scores @ keys, of_keys, of_values
 
 
@@ -119,7 +119,7 @@ def square_rotations(head_dim: int, side: int, like: Tensor) -> tuple[Tensor, Te
 
 def rotate(x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs (i, i + d/2) of x (batch, heads, tokens, d) by `square_rotations`."""
-    cosines, sines = (one.to(x.dtype) for one in rotations)
+    cosines, sines = rotations[0].to(x.dtype), rotations[1].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 

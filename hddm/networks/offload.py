@@ -142,13 +142,13 @@ class StoredNetwork(nn.Module):
     @property
     def size(self) -> int:
         """Bytes of the weights on the device."""
-        width = self.placement.element_size()
-        return sum(
-            shape.numel() + (width + 1) * shape[0]
-            if name in self._in_int8
-            else width * shape.numel()
-            for name, shape in self._shapes.items()
-        )
+        width, total = self.placement.element_size(), 0
+        for name, shape in self._shapes.items():
+            if name in self._in_int8:
+                total += shape.numel() + (width + 1) * shape[0]
+            else:
+                total += width * shape.numel()
+        return total
 
     def quantize(self) -> None:
         """Hold the weights of linear layers in int8, with one scale per output, from the next call on.
@@ -158,13 +158,12 @@ class StoredNetwork(nn.Module):
         optional("torchao", "`quantize`", "quantize")
         _refuse_float64(self.dtype)
         self.shelf.forget(self)
-        linear = {
-            f"{name}.weight"
-            for name, module in self.network.named_modules()
-            if isinstance(module, nn.Linear)
-        }
-        packed = {name for name in self._shapes if name.endswith("in_proj_weight")}
-        self._in_int8 = frozenset(linear | packed)
+        # Attention of torch holds three linear layers in one weight.
+        names = {name for name in self._shapes if name.endswith("in_proj_weight")}
+        for name, module in self.network.named_modules():
+            if isinstance(module, nn.Linear):
+                names.add(f"{name}.weight")
+        self._in_int8 = frozenset(names)
 
     @property
     def is_quantized(self) -> bool:
@@ -197,11 +196,11 @@ class StoredNetwork(nn.Module):
     def fetch(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors that the network needs, one after the other, on its device."""
         to, dtype = self.placement.device, self.placement.dtype
-        constants = {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in self._constants.items()
-        }
-        return ((name, value.to(to)) for name, value in {**self.tensors(), **constants}.items())
+        constants = {}
+        for name, value in self._constants.items():
+            constants[name] = value.to(dtype) if value.is_floating_point() else value
+        everything = {**self.tensors(), **constants}
+        return ((name, value.to(to)) for name, value in everything.items())
 
     def place(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put tensors into the network."""
@@ -219,9 +218,8 @@ class StoredNetwork(nn.Module):
         """Free the tensors on the device."""
         tensors = itertools.chain(self.network.named_parameters(), self.network.named_buffers())
         kinds = [(name, value.shape, value.dtype) for name, value in tensors]
-        self.place(
-            (name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in kinds
-        )
+        for name, shape, dtype in kinds:
+            self.place([(name, torch.empty(shape, dtype=dtype, device="meta"))])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
         moved = fn(self.placement)

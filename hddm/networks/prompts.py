@@ -100,14 +100,10 @@ class PromptEncoders(nn.Module):
 
     def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool) -> None:
         super().__init__()
-        self.prompts, self.pipeline, self.empty_is_zero = (
-            prompts_of(pipeline),
-            pipeline,
-            empty_is_zero,
-        )
-        self.encoders = nn.ModuleDict(
-            {k: one for k, one in parts.items() if isinstance(one, nn.Module)}
-        )
+        self.prompts = prompts_of(pipeline)
+        self.pipeline, self.empty_is_zero = pipeline, empty_is_zero
+        modules = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
+        self.encoders = nn.ModuleDict(modules)
         self.tokenizers = {name: one for name, one in parts.items() if name not in self.encoders}
         known = pipelines()[pipeline]
         absent = dict.fromkeys(("vae", "scheduler", known.network))
@@ -137,13 +133,12 @@ class PromptEncoders(nn.Module):
         for text in texts:
             refuse_half_characters(text, one_line(repr(text), 60))
         # Several CLIPs cut alike.
-        readers = {
-            "T5" if "T5" in type(one).__name__ else "CLIP": one for one in self.tokenizers.values()
-        }
+        readers = {}
+        for one in self.tokenizers.values():
+            readers["T5" if "T5" in type(one).__name__ else "CLIP"] = one
         for kind, words in readers.items() if warns else ():
-            for _, cut in cuts(
-                words, texts, family.t5_tokens if kind == "T5" else words.model_max_length
-            ):
+            limit = family.t5_tokens if kind == "T5" else words.model_max_length
+            for _, cut in cuts(words, texts, limit):
                 warnings.warn(
                     f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2
                 )
@@ -191,12 +186,12 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     if (pipeline := several_in(folder)) is None:
         return read_text_encoder(folder, dtype)
     refuse_other_parts(folder, pipeline)
-    parts = {
-        name: read_tokenizer(folder / name)
-        if name.startswith("tokenizer")
-        else read_text_encoder(folder / name, dtype, kind=kind)
-        for name, kind in encoder_classes(pipeline).items()
-    }
+    parts: dict[str, Any] = {}
+    for name, kind in encoder_classes(pipeline).items():
+        if name.startswith("tokenizer"):
+            parts[name] = read_tokenizer(folder / name)
+        else:
+            parts[name] = read_text_encoder(folder / name, dtype, kind=kind)
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
@@ -240,11 +235,8 @@ class PipelineText:
         """Reason why they cannot be read; empty where they can. `HddmError` for one outside the folder."""
         if self.folder is None:
             return "no pipeline with a text encoder lies around it"
-        encoder, name, pipeline = (
-            self.folder / "text_encoder",
-            class_in(self.folder),
-            several_in(self.folder),
-        )
+        encoder = self.folder / "text_encoder"
+        name, pipeline = class_in(self.folder), several_in(self.folder)
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
@@ -272,11 +264,9 @@ class PipelineText:
     def record(self) -> TextEncoderRecord | None:
         """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
         found = self.components
-        return (
-            texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant)
-            if found
-            else None
-        )
+        if not found:
+            return None
+        return texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant)
 
     @property
     def components(self) -> dict[str, Path]:

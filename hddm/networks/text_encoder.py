@@ -115,7 +115,8 @@ def read_tokenizer(folder: Path) -> Any:
 
 def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
     """Refuse very many tokens beside the vocabulary: adding them takes time that grows as their square."""
-    lists = [one.get(key) for one in (config, special) for key in _LISTS]
+    lists = [config.get(key) for key in _LISTS]
+    lists += [special.get(key) for key in _LISTS]
     lists.append(config.get("added_tokens_decoder"))
     for name, key in (("added_tokens.json", None), ("tokenizer.json", "added_tokens")):
         if (folder / name).exists():
@@ -209,7 +210,8 @@ def embed(
         refuse_half_characters(prompt, one_line(repr(prompt), 60))
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut, UserWarning, stacklevel=2)
-    ids, mask = (_tokenized(tokenizer, prompts, length)[name] for name in _INPUTS)
+    tokenized = _tokenized(tokenizer, prompts, length)
+    ids, mask = tokenized["input_ids"], tokenized["attention_mask"]
     vocabulary = text_encoder.config.vocab_size
     if ids.max() >= vocabulary:
         text = f"and the text encoder has {vocabulary}; use the tokenizer that belongs to it"
@@ -364,10 +366,8 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as of_transformers
 
     logs = (diffusers_logging, of_transformers)
-    levels, has_bars = (
-        [log.get_verbosity() for log in logs],
-        of_transformers.is_progress_bar_enabled(),
-    )
+    levels = [log.get_verbosity() for log in logs]
+    has_bars = of_transformers.is_progress_bar_enabled()
     for log in logs:
         log.set_verbosity_error()
     of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]

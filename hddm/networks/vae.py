@@ -104,11 +104,8 @@ def encode(vae: "Vae", images: Tensor) -> tuple[Tensor, Tensor | None]:
     `HddmError` for images that the VAE does not take, and for z that is not finite.
     """
     factor, channels = scale_of(vae), vae.config.in_channels
-    if (
-        images.ndim != 4
-        or images.shape[1] != channels
-        or any(side % factor for side in images.shape[2:])
-    ):
+    has_odd_side = any(side % factor for side in images.shape[2:])
+    if images.ndim != 4 or images.shape[1] != channels or has_odd_side:
         sizes = f"images (N, {channels}, H, W) with H and W multiples of {factor}"
         raise HddmError(f"the VAE encodes {sizes}, not {tuple(images.shape)}")
     with torch.no_grad():

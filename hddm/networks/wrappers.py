@@ -29,7 +29,9 @@ def compile_blocks(network: nn.Module, **options: Any) -> None:
         torch.fx.experimental._config.use_duck_shape = False
     own = family_behind(network)
     known = families().values() if own is None else [own]
-    repeated = {name for family in known for name in family.blocks}
+    repeated = set[str]()
+    for family in known:
+        repeated.update(family.blocks)
     blocks = [module for module in network.modules() if type(module).__name__ in repeated]
     for block in blocks or [network]:
         block.compile(**options)

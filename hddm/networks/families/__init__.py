@@ -106,11 +106,16 @@ def layouts() -> Mapping[str, Family]:
 @functools.cache
 def sample_settings() -> frozenset[str]:
     """Conditions of all families that say how a sample is made, and not what it shows."""
-    return frozenset(name for family in families().values() for name in family.settings)
+    names = set[str]()
+    for family in families().values():
+        names.update(family.settings)
+    return frozenset(names)
 
 
 def pipelines() -> Mapping[str, Pipeline]:
     """Pipelines around the networks of all families, by class."""
-    return {
-        pipeline.name: pipeline for family in families().values() for pipeline in family.pipelines
-    }
+    found = {}
+    for family in families().values():
+        for pipeline in family.pipelines:
+            found[pipeline.name] = pipeline
+    return found

@@ -199,10 +199,14 @@ class Family:
 
     def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         """Full output of the network for states ``x`` (batch, C, H, W), a variance half included."""
-        given: dict[str, Any] = {
-            name: one for name, one in conditions.items() if name not in self.nested
-        }
-        if nested := {name: one for name, one in conditions.items() if name in self.nested}:
+        given: dict[str, Any] = {}
+        nested: dict[str, Tensor] = {}
+        for name, one in conditions.items():
+            if name in self.nested:
+                nested[name] = one
+            else:
+                given[name] = one
+        if nested:
             given["added_cond_kwargs"] = nested
         result: Tensor = model(x, timestep=timestep, return_dict=False, **given)[0]
         return result
@@ -266,12 +270,14 @@ class Family:
             raise Unstated(f"the config of {self.name}", text, "sample_size")
         sides = (size, size) if isinstance(size, int) else size
         is_pair = isinstance(sides, Sequence) and len(sides) == 2
-        if not is_pair or not all(
-            isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides
-        ):
+        if not is_pair or not all(map(_is_side, sides)):
             text = f"it is a side, or a pair of sides, of 1 to {LARGEST_SIDE}; pass `sample_size`"
             raise HddmError(f"the config of {self.name} has sample_size {str(size)[:40]}: {text}")
         return sides[0], sides[1]
+
+
+def _is_side(value: object) -> bool:
+    return isinstance(value, int) and 1 <= value <= LARGEST_SIDE
 
 
 def count(config: Config, key: str) -> int | None:

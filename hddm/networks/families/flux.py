@@ -115,10 +115,9 @@ def unpack(rows: Tensor, height: int) -> Tensor:
 
 def positions(height: int, width: int, device: torch.device) -> Tensor:
     """Position (0, y, x) of every row, (HW/4, 3); float32, since half types round large numbers."""
-    sides = [
-        torch.arange(size, device=device, dtype=torch.float32)
-        for size in (1, height // 2, width // 2)
-    ]
+    sides = []
+    for size in (1, height // 2, width // 2):
+        sides.append(torch.arange(size, device=device, dtype=torch.float32))
     return torch.cartesian_prod(*sides)
 
 

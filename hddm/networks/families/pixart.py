@@ -28,7 +28,7 @@ class PixArt(Family):
 
     def conditions(self, config: Config) -> Taken:
         text = (TEXT, TEXT_MASK)
-        return Taken((*text, *(self.nested if _takes_sizes(config) else ())))
+        return Taken((*text, *self.nested) if _takes_sizes(config) else text)
 
     def example(
         self, name: str, config: Config, num_classes: int | None, noise: Generator

@@ -71,7 +71,7 @@ class StableDiffusion(Unet):
         if "time_ids" not in names:
             return {}
         # The size, no crop, and the size again, in pixels.
-        height, width = (8.0 * side for side in sample_shape[1:])
+        height, width = 8.0 * sample_shape[1], 8.0 * sample_shape[2]
         return {"time_ids": torch.tensor([height, width, 0.0, 0.0, height, width])}
 
     def null_vectors(self, config: Config) -> dict[str, Tensor]:
