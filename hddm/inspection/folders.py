@@ -38,7 +38,7 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     for checkpoints. Raises `HddmError` as `hddm.inspection.models.inspect_model`.
     """
     if not any((path / record).exists() for record in _MODELS):
-        found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
+        found = _description_for(path)
         if found is None and _holds_images(path):
             found = _read_by("images", "hddm data check, hddm partition")
         if found is not None:
@@ -51,6 +51,13 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     return inspect_model(path, allow_pickle, variant)
 
 
+def _description_for(path: Path) -> Describe | None:
+    for record, describe in _RECORDS.items():
+        if any(path.glob(record)):
+            return describe
+    return None
+
+
 def _run(folder: Path) -> dict[str, Any]:
     """A training run, in progress, killed or finished, and its latest checkpoint."""
     record: dict[str, Any]
@@ -61,18 +68,28 @@ def _run(folder: Path) -> dict[str, Any]:
     kept = checkpoints_in(folder / CHECKPOINTS)
     out = folder.with_name(folder.name.removesuffix(".run"))
     settings = record.get("settings", {})
-    of = "student" if "teacher" in settings else "expert" if "objective" in settings else "router"
-    return {
+    of = None
+    if "teacher" in settings:
+        of = "student"
+    elif "objective" in settings:
+        of = "expert"
+    elif settings:
+        of = "router"
+    has_record = (out / EXPERT_FILE).exists() or (out / ROUTER_FILE).exists()
+    described = {
         "kind": "run",
-        "of": of if settings else None,
-        "finished": out != folder
-        and any((out / name).exists() for name in (EXPERT_FILE, ROUTER_FILE)),
+        "of": of,
+        "finished": out != folder and has_record,
         "step": step_of(kept[0]) if kept else 0,
         "steps": settings.get("steps"),
         "last_checkpoint": str(kept[0].relative_to(folder)) if kept else None,
-        **{key: value for key, value in record.items() if key not in ("format", "changes")},
-        **({"changes": record["changes"]} if record.get("changes") else {}),
     }
+    for key, value in record.items():
+        if key not in ("format", "changes"):
+            described[key] = value
+    if record.get("changes"):
+        described["changes"] = record["changes"]
+    return described
 
 
 def _shard(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.lora import is_lora, read_lora
@@ -95,12 +97,15 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         }
         if _has_shift(conventions, shape is not None):
             stated["shift"] = conventions.shift
+    dtypes = set()
+    for tensor in source.weights.values():
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
     return {
         "kind": "checkpoint",
         "summary": summary,
         "layout": source.layout,
         "network": source.class_name,
-        "parameters": sum(tensor.numel() for tensor in source.weights.values()),
+        "parameters": _count(source.weights),
         "sample_shape": shape,
         "space": "latents" if source.declared.is_latent else "pixels",
         "conditions": list(interface.conditions),
@@ -110,9 +115,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "components": list(source.components),
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
-        "dtypes": sorted(
-            {str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}
-        ),
+        "dtypes": sorted(dtypes),
         "prediction_type": None,
         "prediction_source": None,
         "schedule_source": None,
@@ -182,23 +185,23 @@ def _expert(folder: Path) -> dict[str, Any]:
     trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[record.objective]
     began = ", as the checkpoint it began with" if "init" in record.training else ""
     written = record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})
+    described_by = None if topic is None else topic.record
     described = {
         "kind": "expert",
         "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
         **_numbers(folder / (WEIGHTS if record.adapter is None else ADAPTER_WEIGHTS)),
-        **{
-            name: written[name]
-            for name in ("sample_shape", "space", "conditions", "classes", "licence")
-        },
+    }
+    # These come first.
+    for name in ("sample_shape", "space", "conditions", "classes", "licence"):
+        described[name] = written[name]
+    described |= {
         "components": list(kept_components(folder)),
         "calibrated": (folder / CALIBRATION).exists(),
         "manifest": _manifest(folder),
         **written,
         "schedule_range": list(from_config(record.schedule).range),
         "calibrated_on": calibration_record(folder),
-        "topic": None
-        if topic is None or topic.record is None
-        else topic.record.model_dump(mode="json"),
+        "topic": None if described_by is None else described_by.model_dump(mode="json"),
     }
     if record.adapter is not None:
         described["adapter"] = record.adapter.model_dump(mode="json") | {
@@ -225,13 +228,15 @@ def _manifest(folder: Path) -> str:
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
+def _count(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
 def _paris(folder: Path) -> dict[str, Any]:
     experts = paris_experts(folder)
     router, _ = paris_router(folder, experts)
-    own, routing = (
-        sum(tensor.numel() for tensor in network.state_dict().values())
-        for network in (experts[0].network, router.network)
-    )
+    own = _count(experts[0].network.state_dict())
+    routing = _count(router.network.state_dict())
     return {
         "kind": "ensemble",
         "layout": "paris",
@@ -250,7 +255,26 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     experts = [inspect_model(folder / name) for name in folders]
     known = experts_in(folder, record)
     parts = parts_of(known)
-    total, domains = sum(part.weight for part in parts), tuple(part.domain for part in parts)
+    total = sum(part.weight for part in parts)
+    names = join_classes(tuple(one.classes for one in known)).names
+    parameters, shards, ranges = 0, [], []
+    for expert in experts:
+        parameters += expert["parameters"]
+        shards.append(expert["shard"] and expert["shard"]["index"])
+        ranges.append("{:g}:{:g}".format(*expert["noise_range"]))
+    # Shared weights count once.
+    for path in (folder / BASES).glob(f"*/{WEIGHTS}"):
+        parameters += _numbers(path)["parameters"]
+    components, shares = {}, {}
+    for name, kind in read_model_index(folder).items():
+        if kind:
+            components[name] = ".".join(kind)
+    for one in members:
+        if one.share is not None:
+            shares[one.folder] = one.share
+    pipeline: str | bool = (folder / PIPELINE_FILE).is_file()
+    if foreign_pipeline(folder):
+        pipeline = "another's, which hddm does not run"
     return {
         "kind": "ensemble",
         "experts": folders,
@@ -259,37 +283,34 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "prior": [part.weight / total for part in parts],
         "strategy": record.strategy,
         "router": record.router,
-        "classes": list(join_classes(tuple(one.classes for one in known)).names),
-        # Shared weights count once.
-        "parameters": sum(expert["parameters"] for expert in experts)
-        + sum(_numbers(path)["parameters"] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
+        "classes": list(names),
+        "parameters": parameters,
         "manifest": _manifest(folder),
-        "components": {
-            name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind
-        },
+        "components": components,
         "format": record.format,
-        "shares": {one.folder: one.share for one in members if one.share is not None},
-        "domains": domains,
+        "shares": shares,
+        "domains": tuple(part.domain for part in parts),
         "shift": record.shift,
-        "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
-        "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
-        "pipeline_py": "another's, which hddm does not run"
-        if foreign_pipeline(folder)
-        else (folder / PIPELINE_FILE).is_file(),
+        "shards": shards,
+        "noise_ranges": ranges,
+        "pipeline_py": pipeline,
     }
 
 
 def _architecture(folder: Path) -> dict[str, Any]:
     """The network's config."""
-    config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
-    return {"architecture": config}
+    config = read_json(folder / "config.json")
+    return {"architecture": {k: v for k, v in config.items() if not k.startswith("_")}}
 
 
 def _numbers(path: Path) -> dict[str, Any]:
     """The count of numbers in a weights file, and their dtypes."""
     tensors = read_header(path)[0].values()
-    count = sum(math.prod(one.shape) for one in tensors)
-    return {"parameters": count, "dtypes": sorted({DTYPE_NAMES[one.dtype] for one in tensors})}
+    count, dtypes = 0, set()
+    for one in tensors:
+        count += math.prod(one.shape)
+        dtypes.add(DTYPE_NAMES[one.dtype])
+    return {"parameters": count, "dtypes": sorted(dtypes)}
 
 
 _FOLDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
