@@ -192,9 +192,11 @@ def change(
     gone = {index_of(str(name), experts, "`remove`") for name in remove}
     if not add:
         # What is left of a domain cannot make a sample alone.
-        gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
+        lost = {domains[k] for k in gone}
+        gone = {k for k, domain in enumerate(domains) if domain in lost}
     kept = [k for k in range(len(experts)) if k not in gone]
-    added = read_experts(add, [Member(folder="", name=name_of(folder)) for folder in add])
+    members = [Member(folder="", name=name_of(folder)) for folder in add]
+    added = read_experts(add, members)
     staying = _left(experts, domains, kept)
     everyone, chosen = [*staying, *added], settings.strategy or record.strategy
     if router is None:
@@ -204,10 +206,8 @@ def change(
         everyone = with_decisions(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     # In place, the folder itself and not a link to it is exchanged.
-    target, before = (
-        ensemble.resolve() if out is None else out,
-        Changed(ensemble, record, experts, kept),
-    )
+    target = ensemble.resolve() if out is None else out
+    before = Changed(ensemble, record, experts, kept)
     overwrite = out is None or overwrite
     return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
 
@@ -248,9 +248,8 @@ def _kept_router(
         if one.member.output is None and not is_known:
             unknown.append(one.name)
     # Experts of several kinds are drawn, and nothing routes.
-    can_route = are_alike(candidates_of(experts)) and all(
-        (one.place / CALIBRATION).is_file() for one in experts
-    )
+    are_calibrated = all((one.place / CALIBRATION).is_file() for one in experts)
+    can_route = are_calibrated and are_alike(candidates_of(experts))
     if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
         note = (
@@ -342,13 +341,14 @@ def _fitting(
             found.differ(str(folder), "is named twice; name it once")
     if not found.differences:
         compare_experts(experts, not routing.is_absent, found)
-        chosen = {name: getattr(settings, name) for name in KEPT}
-        given = {name: folder for name, folder in chosen.items() if folder is not None}
-        own = (
-            {}
-            if before is None
-            else {one: before.folder / one for one in components_in(before.folder)}
-        )
+        given, own = dict[str, Path](), dict[str, Path]()
+        for name in KEPT:
+            chosen = getattr(settings, name)
+            if chosen is not None:
+                given[name] = chosen
+        if before is not None:
+            for name in components_in(before.folder):
+                own[name] = before.folder / name
         components, experts = arrange(experts, given, own, _num_kept(before), found)
         if routing.folder is not None:
             experts = _with_outputs(experts, routing.folder, found)

@@ -48,7 +48,9 @@ def _with_classes(experts: Sequence[Expert], given: Mapping[int, ClassNames]) ->
 
 def _with_domains(experts: Sequence[Expert], domain: Sequence[Sequence[str]]) -> list[Expert]:
     """``experts`` with these domains, each a group of names; a domain that loses an expert is dissolved."""
-    groups = [[index_of(name, experts, "`domain`") for name in group] for group in domain]
+    groups = []
+    for names in domain:
+        groups.append([index_of(name, experts, "`domain`") for name in names])
     taken = [one.member.domain for one in experts]
     broken = {taken[k] for k in itertools.chain.from_iterable(groups)}
     taken = [None if one in broken else one for one in taken]
@@ -62,7 +64,7 @@ def _with_domains(experts: Sequence[Expert], domain: Sequence[Sequence[str]]) ->
 
 
 def _with_shares(experts: Sequence[Expert], given: Mapping[int, float]) -> list[Expert]:
-    """``experts`` with the shares ``given``, and the ones that they had; without new ones these sum to 1."""
+    """``experts`` with the shares ``given``, else with their own; those sum to 1 if none is given."""
     domains = domains_of(experts)
     before = [one.member.share for one in experts]
     known = [one for one in before if one is not None]
@@ -70,9 +72,10 @@ def _with_shares(experts: Sequence[Expert], given: Mapping[int, float]) -> list[
     now = _spread([given.get(k) for k in range(len(experts))], domains)
     if not given and len(known) == len(experts) and total > 0:
         now = [one / total for one in known]
-    now = _spread(
-        [old if new is None else new for new, old in zip(now, before, strict=True)], domains
-    )
+    stated: list[float | None] = []
+    for new, old in zip(now, before, strict=True):
+        stated.append(old if new is None else new)
+    now = _spread(stated, domains)
     _check_shares(experts, now)
     return with_decisions(experts, share=now)
 
@@ -81,9 +84,14 @@ def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[floa
     """Shares of domains (the sum over a domain's experts), divided equally among the experts."""
     found: list[float | None] = []
     for domain in domains:
-        own = [share for share, other in zip(shares, domains, strict=True) if other == domain]
-        known = [share for share in own if share is not None]
-        found.append(math.fsum(known) / len(own) if known else None)
+        known, number = [], 0
+        for share, other in zip(shares, domains, strict=True):
+            if other != domain:
+                continue
+            number += 1
+            if share is not None:
+                known.append(share)
+        found.append(math.fsum(known) / number if known else None)
     return found
 
 
@@ -164,9 +172,8 @@ def _names_of(given: ClassNames, expert: Expert) -> tuple[str, ...]:
     known, origin = expert.classes, f"`classes` {expert.name}"
     size = len(known) or expert.record.null_class
     if isinstance(given, Mapping):
-        given = _renamed(
-            known or [str(number) for number in range(size or 0)], known, given, origin
-        )
+        numbers = list(map(str, range(size or 0)))
+        given = _renamed(known or numbers, known, given, origin)
     number = size if expert.record.takes_classes and size is not None else len(given)
     if given and not len(set(given)) == len(given) == number:
         raise HddmError(

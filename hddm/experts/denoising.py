@@ -94,17 +94,17 @@ def denoising(
     """
     noise, given = generator(seed, Use.DENOISING), conditions or {}
     low, high = field.noise_range
-    times, ends = (
-        [low + (high - low) * share for share in TIMES],
-        [t for t in LATE_TIMES if low <= t <= high],
-    )
+    times = [low + (high - low) * share for share in TIMES]
+    ends = [t for t in LATE_TIMES if low <= t <= high]
     early = torch.tensor([time < START for time in times])
-    levels, late = (velocity_errors(field, images, given, one, noise) for one in (times, ends))
+    levels = velocity_errors(field, images, given, times, noise)
+    late = velocity_errors(field, images, given, ends, noise)
     lows = levels[early]
     if not early.any():
         lows = velocity_errors(alone or field, images, given, times[:LOWEST], noise)
-    gains = [_mean_and_deviation(errors[:, 1] - errors[:, 0]) for errors in (levels, lows)]
-    return Denoising(_levels(times, levels), *gains[0], *gains[1], _levels(ends, late))
+    gain = _mean_and_deviation(levels[:, 1] - levels[:, 0])
+    low_gain = _mean_and_deviation(lows[:, 1] - lows[:, 0])
+    return Denoising(_levels(times, levels), *gain, *low_gain, _levels(ends, late))
 
 
 def velocity_errors(
@@ -214,20 +214,16 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     rows, (low, high) = evenly_spaced(shard, READ_IMAGES), field.noise_range
     if len(rows) < 2:
         return Judgement(None, is_shown=False)
-    given, images = (
-        conditions_of_rows(rows, conditions_of(shard, field), shard, field),
-        shard.take(rows),
-    )
+    given = conditions_of_rows(rows, conditions_of(shard, field), shard, field)
+    images = shard.take(rows)
     times = [low + (high - low) * share for share in TIMES[::2]]
     scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
     for one in (field.schedule, *usual_schedules()):
-        scales += (
-            [(one, 1.0)] if isinstance(one, DiscreteSchedule) else [(one, 1.0), (one, TIME_SCALE)]
-        )
-    fits, network = (
-        list[tuple[float, list[tuple[str, str]], list[Tensor]]](),
-        _Cached(field.network),
-    )
+        scales.append((one, 1.0))
+        if not isinstance(one, DiscreteSchedule):
+            scales.append((one, TIME_SCALE))
+    fits: list[tuple[float, list[tuple[str, str]], list[Tensor]]] = []
+    network = _Cached(field.network)
 
     def errors_of(reading: VelocityField) -> Tensor:
         return velocity_errors(reading, images, given, times, generator(seed, Use.DENOISING))
@@ -243,21 +239,25 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
         )
         low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
         covered = torch.tensor([low <= time <= high for time in times])
-        pair = [of[covered] for of in (recorded, errors_of(other))]
-        (mine, theirs), shown = map(_capped, pair), [of[:, 0].mean() for of in pair]
+        as_recorded, as_other = recorded[covered], errors_of(other)[covered]
+        mine, theirs = _capped(as_recorded), _capped(as_other)
+        shown = [as_recorded[:, 0].mean(), as_other[:, 0].mean()]
         parts_of = (theirs.mean() / mine.mean()).item(), (shown[1] / shown[0]).item()
         is_clear = 2 * int(covered.sum()) > len(times) and all(part < CLEARLY for part in parts_of)
-        for worse, sure in ((mine, 4.0), (pair[1][:, 1], SURE)):
+        for worse, sure in ((mine, 4.0), (as_other[:, 1], SURE)):
             gain, deviation = _mean_and_deviation(worse - theirs)
             is_clear = is_clear and bool(gain > stdtrit(len(rows) - 1, ndtr(sure)) * deviation)
         if is_clear:
             words = zip(_description(other), _description(field), strict=True)
-            fits.append((math.prod(parts_of), [one for one in words if one[0] != one[1]], shown))
+            differences = [one for one in words if one[0] != one[1]]
+            fits.append((math.prod(parts_of), differences, shown))
     if not fits:
         return Judgement(None, is_shown)
-    as_good = (fit for fit in fits if 0.96 * fit[0] <= min(fits)[0])
+    best = min(fits)[0]
+    as_good = [fit for fit in fits if 0.96 * fit[0] <= best]
     _, differences, shown = min(as_good, key=lambda fit: (len(fit[1]), fit[0]))
-    true, stated = (" and ".join(pair[k] for pair in differences) for k in (0, 1))
+    true = " and ".join(ours for ours, _ in differences)
+    stated = " and ".join(recorded_as for _, recorded_as in differences)
     verb = "predict" if differences[0][0] in list(PredictionType) else "take"
     figures = f"{shown[1]:.2f} against {shown[0]:.2f}"
     return Judgement(f"these weights {verb} {true}, the record says {stated}: {figures}", is_shown)

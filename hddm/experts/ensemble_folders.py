@@ -17,7 +17,7 @@ so nothing that a folder says decides which code runs.
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -92,15 +92,26 @@ def unnumbered(name: str) -> str:
     return re.sub(r"_\d$", "", name)
 
 
-COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
+def _all_components() -> tuple[str, ...]:
+    names: list[str] = []
+    for number in range(MOST_ENCODERS):
+        names += [numbered(name, number) for name in KEPT]
+    return tuple(names)
+
+
+def _classes_in(library: str, names: Iterable[str]) -> tuple[ClassName, ...]:
+    return tuple((library, name) for name in names)
+
+
+COMPONENTS = _all_components()
 """Components that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
-    "vae": tuple(("diffusers", name) for name in READ_VAES),
+    "vae": _classes_in("diffusers", READ_VAES),
     "text_encoder": (
-        *(("transformers", name) for name in READ_TEXT_ENCODERS),
+        *_classes_in("transformers", READ_TEXT_ENCODERS),
         ("hddm", "PromptEncoders"),
     ),
-    "tokenizer": tuple(("transformers", name) for name in TOKENIZERS),
+    "tokenizer": _classes_in("transformers", TOKENIZERS),
 }
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),
@@ -435,8 +446,11 @@ def write_ensemble_records(
     ``draft`` already has all else; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
     the folders of weights that adapters change, by SHA-256, of which weights, config and licence are linked.
     """
-    own = [draft / one.folder / WEIGHTS for one in record.experts]
-    own = [path for path in own if path.is_file()]
+    own = []
+    for one in record.experts:
+        path = draft / one.folder / WEIGHTS
+        if path.is_file():
+            own.append(path)
     for sha256, base in bases.items():
         size = (base / WEIGHTS).stat().st_size
         # One with the weights of an expert is there already. Only what is as long can be the same.

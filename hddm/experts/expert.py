@@ -148,7 +148,10 @@ def with_decisions(experts: Sequence[Expert], **decisions: Sequence[Any]) -> lis
 def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
     """A copy of ``network`` without weights, to be filled with ``tensors``, in memory, on demand."""
     held = network.state_dict()
-    owned = [*network.parameters(), *(b for n, b in network.named_buffers() if n in held)]
+    owned: list[Tensor] = list(network.parameters())
+    for name, buffer in network.named_buffers():
+        if name in held:
+            owned.append(buffer)
     # A copy that stands where its weights would be: whoever places weights must not touch this network.
     memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
     empty: ModelMixin = copy.deepcopy(network, memo).requires_grad_(False)
@@ -309,9 +312,10 @@ def _refuse_other_config(folder: Path, record: ExpertRecord, network: ModelMixin
             null = classes - 1 if interface.null_class is None else interface.null_class
             stated["null_class"], found["null_class"] = record.null_class, null
         stated["classes"], found["classes"] = len(record.classes), min(len(record.classes), classes)
-    differing = [
-        f"{key} {one}, not {found[key]}" for key, one in stated.items() if one != found[key]
-    ]
+    differing = []
+    for key, one in stated.items():
+        if one != found[key]:
+            differing.append(f"{key} {one}, not {found[key]}")
     if differing:
         raise HddmError(
             f"{folder}: expert.json says {'; '.join(differing)}, which config.json says"

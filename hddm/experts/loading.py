@@ -146,9 +146,8 @@ def open_ensemble(
                 f"{folder}: is made for t in {low:g}:{high:g} alone; sample it in an ensemble"
             )
         record = EnsembleRecord(experts=(Member(folder="."),), shift=expert.record.shift)
-        return OpenedEnsemble(
-            [expert], None, record, {name: name for name in whole_components(folder)}
-        )
+        names = {name: name for name in whole_components(folder)}
+        return OpenedEnsemble([expert], None, record, names)
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
@@ -213,10 +212,11 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
     router = unread.load(dtype)
     router.record = router_record
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
+    members = []
+    for k, one in enumerate(experts):
+        members.append(Member(folder=Path(one.name).name, output=k))
     record = EnsembleRecord(
-        experts=tuple(
-            Member(folder=Path(one.name).name, output=k) for k, one in enumerate(experts)
-        ),
+        experts=tuple(members),
         router=ROUTER,
         strategy=f"top-{min(2, len(experts))}",
         shift=experts[0].record.shift,
@@ -254,9 +254,10 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
             router, known.time_scale, known.temperatures, None if in_order else outputs, weights
         )
     elif router is None and record.router == MOMENTS:
-        moments = [
-            part.field.calibration.moments for part in parts if part.field.calibration is not None
-        ]
+        moments = []
+        for part in parts:
+            if part.field.calibration is not None:
+                moments.append(part.field.calibration.moments)
         route = MomentsRouter(moments, weights, record.evidence)
     return Ensemble(parts, route, record.strategy, shift=record.shift)
 

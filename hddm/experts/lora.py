@@ -94,16 +94,18 @@ def adapter_of(
 
 def peft_config(adapter: AdapterRecord) -> dict[str, Any]:
     """Arguments of the peft config with the adapter's formula."""
-    layers = [
-        target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")
-    ]
+    layers, parameters = [], []
+    for target in adapter.targets:
+        if target.endswith(".weight"):
+            layers.append(target.removesuffix(".weight"))
+        else:
+            parameters.append(target)
     return {
         "r": adapter.rank,
         # An integer where possible, as in peft's own scripts.
         "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "target_modules": layers,
-        "target_parameters": [one for one in adapter.targets if not one.endswith(".weight")]
-        or None,
+        "target_parameters": parameters or None,
         "base_model_name_or_path": adapter.base,
     }
 
@@ -199,7 +201,8 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Ten
     ``down`` is A (rank, …), ``up`` is B (out, rank) or (out, rank, 1, 1), and ``scale`` is alpha/rank.
     """
     wide = promoted(weight.dtype, torch.float32)
-    flat, down, up = (one.to(wide).flatten(1) for one in (weight, down, up))
+    flat = weight.to(wide).flatten(1)
+    down, up = down.to(wide).flatten(1), up.to(wide).flatten(1)
     return torch.addmm(flat, up, down, alpha=scale).view(weight.shape)
 
 
@@ -218,11 +221,10 @@ def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
     module.
     """
     owners = [target.rpartition(".")[0] for target in targets]
-    wrapped = {
-        owner
-        for owner, target in zip(owners, targets, strict=True)
-        if not target.endswith(".weight")
-    }
+    wrapped = set()
+    for owner, target in zip(owners, targets, strict=True):
+        if not target.endswith(".weight"):
+            wrapped.add(owner)
     names = {}
     for target, owner in zip(targets, owners, strict=True):
         modules, path = owner.split("."), PREFIX
@@ -260,8 +262,8 @@ def _factors(path: Path, adapter: AdapterRecord, base: Path) -> dict[str, tuple[
             raise HddmError(f"{path}: {target!r} is no matrix or convolution of its base {base}")
         for name, shape in zip(pair, factor_shapes(weight.shape, adapter.rank), strict=True):
             expected[name] = torch.empty(shape, device="meta")
-    found = {
-        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in header.items()
-    }
+    found = {}
+    for name, one in header.items():
+        found[name] = torch.empty(one.shape, dtype=one.dtype, device="meta")
     refuse_other_tensors(expected, found, path, "expert.json")
     return names

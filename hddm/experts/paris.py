@@ -83,9 +83,10 @@ def paris_experts(folder: Path) -> list[Expert]:
     for path, arguments in zip(paths, every, strict=True):
         networks.append(unread(EXPERT.network, arguments, path, str(path.with_name(_MISFIT))))
     record = _expert_record(folder, every[0])
-    return [
-        Expert(one, record, folder=path.parent) for path, one in zip(paths, networks, strict=True)
-    ]
+    experts = []
+    for path, network in zip(paths, networks, strict=True):
+        experts.append(Expert(network, record, folder=path.parent))
+    return experts
 
 
 def paris_router(
@@ -175,10 +176,12 @@ def _component(folder: Path, name: str) -> Path | None:
 
 def _numbers(folder: Path) -> list[int]:
     """Numbers of the folders ``expert_<number>`` in order; there may be gaps."""
-    names = [
-        re.fullmatch(r"expert_(0|[1-9][0-9]{0,3})", path.name) for path in folder.glob("expert_*")
-    ]
-    return sorted(int(name[1]) for name in names if name)
+    numbers = []
+    for path in folder.glob("expert_*"):
+        match = re.fullmatch(r"expert_(0|[1-9][0-9]{0,3})", path.name)
+        if match:
+            numbers.append(int(match[1]))
+    return sorted(numbers)
 
 
 def _weights_of(folder: Path, owner: str) -> Path:

@@ -43,15 +43,22 @@ def vaes_of(experts: Sequence[Expert]) -> list[Hashable]:
     An expert that does not record its own has the first one that is known, or else one called ``unknown``.
     One whose VAE could not be read has another expert's that could be it, or else that one.
     """
-    known: list[VaeRecord | UnreadVae | None] = [
-        one.record.vae or one.member.vae for one in experts
-    ]
+    known: list[VaeRecord | UnreadVae | None] = []
+    for one in experts:
+        known.append(one.record.vae or one.member.vae)
     read = [vae for vae in known if isinstance(vae, VaeRecord)]
     for k, one in enumerate(experts):
-        unread = one.record.unread_vae
-        if known[k] is None and unread is not None:
-            known[k] = next((vae for vae in read if unread.misfit(vae) is None), unread)
+        if known[k] is None and one.record.unread_vae is not None:
+            known[k] = _found_again(one.record.unread_vae, read)
     return _shared(known, [one.record.space == "latents" for one in experts])
+
+
+def _found_again(unread: UnreadVae, read: Sequence[VaeRecord]) -> VaeRecord | UnreadVae:
+    """The first VAE that ``unread`` could be, or else itself."""
+    for vae in read:
+        if unread.misfit(vae) is None:
+            return vae
+    return unread
 
 
 def text_encoders_of(experts: Sequence[Expert]) -> list[Hashable]:
@@ -64,13 +71,16 @@ def text_encoders_of(experts: Sequence[Expert]) -> list[Hashable]:
 
 
 def _shared(known: Sequence[Hashable], needs: Sequence[bool]) -> list[Hashable]:
-    """``known`` identities of the experts that need one, and the first of these where it is not known."""
+    """Identities of the experts that need one; where it is not ``known``, the first that is known."""
     first: Hashable = "unknown"
     for own, need in zip(known, needs, strict=True):
         if need and own:
             first = own
             break
-    return [(own or first) if need else None for own, need in zip(known, needs, strict=True)]
+    shared: list[Hashable] = []
+    for own, need in zip(known, needs, strict=True):
+        shared.append((own or first) if need else None)
+    return shared
 
 
 def numbers_of(experts: Sequence[Expert], component: str) -> Numbers:
@@ -140,7 +150,9 @@ def _weights_of(experts: Sequence[Expert], domains: Sequence[int], found: Findin
     sharers = Counter(domains)
     sizes = {k: size / sharers[domains[k]] for k, size in sizes.items()}
     rest, total = 1 - math.fsum(fixed.values()), sum(sizes.values())
-    return [fixed[k] if k in fixed else rest * sizes[k] / total for k in range(len(experts))]
+    for k, size in sizes.items():
+        fixed[k] = rest * size / total
+    return [fixed[k] for k in range(len(experts))]
 
 
 def _class_shares_of(
@@ -187,13 +199,18 @@ def _class_shares_of(
         found.note(f"no shard has images of {', '.join(unseen)}; 'draw' takes p(k) for them")
     for name, row in rows.items():
         if not sum(row):
-            knows = [float(name in own) for own in lists]
-            by_size = [know * weight for know, weight in zip(knows, weights, strict=True)]
+            knows, by_size = [], []
+            for own, weight in zip(lists, weights, strict=True):
+                know = float(name in own)
+                knows.append(know)
+                by_size.append(know * weight)
             rows[name] = by_size if sum(by_size) else knows
-    totals = {name: sum(row) for name, row in rows.items()}
-    return [
-        {name: row[k] / totals[name] for name, row in rows.items()} for k in range(len(experts))
-    ]
+    shares: list[dict[str, float]] = [{} for _ in experts]
+    for name, row in rows.items():
+        total = sum(row)
+        for k, value in enumerate(row):
+            shares[k][name] = value / total
+    return shares
 
 
 def topics_of(experts: Sequence[Expert], found: Findings) -> TextEncoderRecord | None:
@@ -244,31 +261,32 @@ def with_parts(experts: Sequence[Expert], parts: Sequence[Part]) -> list[Expert]
         experts = with_decisions(experts, domain=named)
     experts = _with_encoders(experts, parts)
     weights, derived = [part.weight for part in parts], parts_of(experts)
-    total, other = sum(weights), sum(part.weight for part in derived)
-    pairs = zip(weights, derived, strict=True)
-    if not all(
-        math.isclose(one * other, part.weight * total, rel_tol=1e-12) for one, part in pairs
-    ):
+    if not _have_prior(derived, weights):
         experts = with_decisions(experts, share=weights)
         derived = parts_of(experts)
     shares = [part.class_shares for part in parts]
-    follow = [
-        _are_close(mine, part.class_shares) for mine, part in zip(shares, derived, strict=True)
-    ]
-    if not all(follow):
+    theirs = [part.class_shares for part in derived]
+    if not all(map(_are_close, shares, theirs)):
         # Where p(k | class) is not known, it is p(k).
         names = [] if any(shares) else derived[0].class_shares
-        rows = [own or dict.fromkeys(names, one) for own, one in zip(shares, weights, strict=True)]
+        rows = []
+        for own, weight in zip(shares, weights, strict=True):
+            rows.append(own or dict.fromkeys(names, weight))
         experts = with_decisions(experts, class_shares=rows)
     return list(experts)
 
 
+def _have_prior(parts: Sequence[Part], weights: Sequence[float]) -> bool:
+    """True if p(k) of ``parts`` is in proportion to ``weights``, up to rounding."""
+    total, other = sum(weights), sum(part.weight for part in parts)
+    pairs = zip(weights, parts, strict=True)
+    return all(math.isclose(one * other, part.weight * total, rel_tol=1e-12) for one, part in pairs)
+
+
 def _with_encoders(experts: Sequence[Expert], parts: Sequence[Part]) -> Sequence[Expert]:
     """``experts`` with the VAEs and text encoders of ``parts`` that do not follow from their records."""
-    vaes, encoders = (
-        [one.member.vae for one in experts],
-        [one.member.text_encoder for one in experts],
-    )
+    vaes = [one.member.vae for one in experts]
+    encoders = [one.member.text_encoder for one in experts]
     derived_vaes, derived_encoders = vaes_of(experts), text_encoders_of(experts)
     for k, (one, part) in enumerate(zip(experts, parts, strict=True)):
         is_open = one.record.vae is None and part.vae != derived_vaes[k]
@@ -282,6 +300,6 @@ def _with_encoders(experts: Sequence[Expert], parts: Sequence[Part]) -> Sequence
 
 def _are_close(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
     """True for the same classes with the same shares, up to rounding."""
-    return shares.keys() == others.keys() and all(
-        math.isclose(shares[name], others[name]) for name in shares
-    )
+    if shares.keys() != others.keys():
+        return False
+    return all(math.isclose(shares[name], others[name]) for name in shares)

@@ -26,14 +26,16 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     ]
     if (vae := shard.vae) is not None:
         unread = record.unread_vae
-        if unread is not None and (misfit := unread.misfit(vae)) is not None:
+        misfit = None if unread is None else unread.misfit(vae)
+        if misfit is not None:
             raise HddmError(f"{shard.folder}: its VAE is not the expert's, an {unread}: {misfit}")
         remedy = "encode with the VAE that the expert was trained with"
         parts += [
             ("VAE", vae, record.vae, remedy),
             ("scale", vae.scale, record.latent_scale, remedy),
         ]
-    if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
+    encoder = shard.text_encoder
+    if encoder is not None and TEXT in record.conditions:
         remedy = "encode with the text encoder that the expert was trained with"
         width = {"width": text_width(network)}
         known = width if record.text_encoder is None else vars(record.text_encoder)

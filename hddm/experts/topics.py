@@ -55,7 +55,8 @@ def describe_topic(
     embedded, counts = [], Counter(texts)
     distinct = list(counts)
     with Progress(len(distinct), "encode captions") as progress:
-        for batch in (distinct[start : start + BATCH] for start in range(0, len(distinct), BATCH)):
+        for start in range(0, len(distinct), BATCH):
+            batch = distinct[start : start + BATCH]
             if tokens is None:
                 made = network.embed(batch, warns=False)
             else:
@@ -70,7 +71,8 @@ def describe_topic(
     )
     whole = ensemble_around(folder.resolve())
     if whole is not None:
-        for place in (whole / member.folder for member in read_ensemble_record(whole).experts):
+        for member in read_ensemble_record(whole).experts:
+            place = whole / member.folder
             other = None if place.samefile(folder) else Topic.load(place)
             if (
                 other

@@ -43,11 +43,11 @@ def problems_around(folder: Path) -> list[str]:
     """List what is wrong with an ensemble besides its experts; nothing for any other folder."""
     if not (folder / ENSEMBLE_FILE).exists():
         return []
-    record, found = read_ensemble_record(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
-    if (router := record.learned) is not None:
-        found += [
-            f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)
-        ]
+    router = read_ensemble_record(folder).learned
+    found = list(damage(folder, ENSEMBLE_FILE, sha256=sha256_of))
+    if router is not None:
+        for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of):
+            found.append(f"{router}/{line}")
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
 
 
@@ -102,11 +102,10 @@ def verify_expert(
         place = available_device(device)
         shard = None if data is None else open_shard(data)
         known = bases_in(bases) if bases else None
-    files = {
-        str(path.relative_to(folder)): sha256_of(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != HASHES
-    }
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != HASHES:
+            files[str(path.relative_to(folder))] = sha256_of(path)
     found = Verification(folder=folder, files=files)
     # A file may be a link, as in a hub cache.
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
@@ -200,10 +199,8 @@ def judge(
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
     rows = evenly_spaced(shard, IMAGES)
-    given, images = (
-        conditions_of_rows(rows, conditions_of(shard, field), shard, field),
-        shard.take(rows),
-    )
+    given = conditions_of_rows(rows, conditions_of(shard, field), shard, field)
+    images = shard.take(rows)
     alone = copy.copy(field)
     if not expert.record.training_calibration:
         alone.calibration = None
