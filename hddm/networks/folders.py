@@ -84,7 +84,7 @@ def empty_network(
     layers = 1
     for keys in _depths(kind):
         layers *= max(_largest(arguments.get(key)) for key in keys)
-    if layers > (most := min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS)):
+    if layers > (most := min(num_tensors, _MOST_LAYERS)):
         text = f"and its {num_tensors} tensors are enough for {most}"
         remedy = "fetch it again, or correct its config if it has one"
         raise HddmError(f"{origin}: its depth is {layers}, {text}; {remedy}")
@@ -116,9 +116,8 @@ _DEPTHS = (
     ("down_block_types", "up_block_types"),
     ("num_encoder_blocks", "num_decoder_blocks"),
 )
-# Bounds, not counts: 60 layers and 28 tensors each in Stable Diffusion XL, where a list has its largest.
+# Bounds, not counts: a layer has a tensor at least. Stable Diffusion XL has 60, where a list has its largest.
 _MOST_LAYERS = 256
-_TENSORS_PER_LAYER = 5
 
 
 def _depths(kind: type) -> Sequence[Sequence[str]]:

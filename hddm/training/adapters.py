@@ -18,12 +18,15 @@ from hddm.experts.expert import Expert
 from hddm.experts.lora import PREFIX, AdapterRecord, peft_config, tensor_names, write_adapter
 from hddm.experts.records import write_records
 from hddm.networks.families import known_family
-from hddm.utils.errors import optional
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.streams import Use, seed_of
 
 
 def targets_of(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights that an adapter changes, of attention and MLPs."""
+    """Return the names of the weights that an adapter changes, of attention and MLPs.
+
+    Raises `HddmError` where the network's family names none.
+    """
     family = known_family(network)
     adapted = set()
     for name, module in network.named_modules():
@@ -33,6 +36,11 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
     for name, _ in network.named_parameters():
         if name in adapted or re.fullmatch(family.lora_parameters, name):
             targets.append(name)
+    if not targets:
+        raise HddmError(
+            f"`lora_rank`: {family.name} has no layers to adapt; its family names them in lora_layers, "
+            f"and {family.lora_layers!r} matches no linear layer of this network"
+        )
     return tuple(targets)
 
 

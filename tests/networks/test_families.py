@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hddm
-from hddm.networks.families import families, layouts, pipelines
+from hddm.networks.families import families, known_family, layouts, pipelines
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
+from hddm.networks.folders import empty_network
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import compile_blocks
+from hddm.training.adapters import targets_of
 from tests.artefacts import refusal
 from tests.checkpoint_files import dit, pipeline
 
@@ -310,3 +312,27 @@ def test_sizes_that_the_vectors_of_sdxl_need_are_asked_for(
     # Keys that a config leaves out are not there at all.
     changed = {key: value for key, value in (config | change).items() if value is not None}
     assert said in refusal(STABLE_DIFFUSION.conditions, changed)
+
+
+TINY = {"sample_size": 4, "in_channels": 1, "hidden_size": 16, "num_heads": 2, "depth": 1}
+
+
+def test_a_family_without_layers_to_adapt_is_named_where_an_adapter_is_asked_for() -> None:
+    network = ExpertTransformer(**TINY)
+    family = known_family(network)
+    assert targets_of(network)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(family), "lora_layers", r"layers\.x")
+        patch.setattr(type(family), "lora_parameters", "(?!)")
+        said = refusal(targets_of, network)
+    assert f"{family.name} has no layers to adapt" in said
+    assert "lora_layers" in said
+
+
+def test_a_network_of_many_small_blocks_is_no_danger(tmp_path: Path) -> None:
+    """A block may have two tensors; what is bounded is a depth that no tensor fills."""
+    family = known_family(ExpertTransformer(**TINY))
+    built = empty_network(family.network, TINY | {"depth": 8}, 8, "config.json")
+    assert len(built.layers) == 8
+    said = refusal(empty_network, family.network, TINY | {"depth": 9}, 8, "config.json")
+    assert "its depth is 9, and its 8 tensors are enough for 8" in said

@@ -41,20 +41,19 @@ SETTINGS = ExpertSettings(objective="flow", steps=4, size="tiny", batch_size=8, 
 
 
 def _command(shard: Path, out: Path, *more: object) -> list[object]:
-    """The command line of `SETTINGS`; what stands in ``more`` overrides it."""
-    given = (
-        "--objective",
-        "flow",
-        "--size",
-        "tiny",
-        "--batch-size",
-        8,
-        "--threads",
-        1,
-        "--steps",
-        4,
-    )
-    return ["train", "expert", shard, "--out", out, *given, *more]
+    """The command line of `SETTINGS`; an option in ``more`` stands in place of its own."""
+    given = {
+        "--objective": "flow",
+        "--size": "tiny",
+        "--batch-size": 8,
+        "--threads": 1,
+        "--steps": 4,
+    }
+    words: list[object] = ["train", "expert", shard, "--out", out]
+    for option, value in given.items():
+        if option not in more:
+            words += [option, value]
+    return [*words, *more]
 
 
 @pytest.fixture(scope="module")
