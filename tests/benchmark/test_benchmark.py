@@ -375,7 +375,7 @@ def test_operations_are_shared_by_trainings_of_one_shape_alone(
         second=train.format(shards / "shard_1") + " --seed=5",
         third=train.format(shards / "shard_1") + f" --config {config}",
         large=train.format(tmp_path / "x8" / "shard_0"),
-        small=train.format(shards / "shard_0") + " --size=mini",
+        small=train.format(shards / "shard_0").replace("--size tiny", "--size=mini"),
         router=f"train router {shards} --steps 4",
         router_of_one=f"train router {tmp_path / 'x8'} --steps 4",
         one=f"sample {students[1]}",

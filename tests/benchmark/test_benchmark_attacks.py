@@ -13,7 +13,7 @@ import pytest
 from hddm.benchmark import run
 from hddm.benchmark.costs import count_training
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
-from hddm.benchmark.lines import Line, RunCommand, Settings
+from hddm.benchmark.lines import Line, RunCommand, Settings, with_values
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import read_results
 from hddm.utils.records import parse_record
@@ -359,7 +359,7 @@ def test_samples_of_another_device_are_no_hindrance(
     plan = plan_of(data, jobs, rows=rows)
     step = plan.rows[0].samples
     step.link_inputs()
-    words = [*step.command(), "--device", "cpu:0"]
+    words = with_values(step.command(), {"--device": "cpu:0"})
     process = in_a_process(_sample, words, moment)
     process.join()
     assert process.exitcode == (0 if moment is None else -9)

@@ -58,7 +58,7 @@ SLIPS = [
     ("train expert --out {out}", "SHARD is required; hddm train expert --help says what it is"),
     ("train expert {shard} --objective flow", "--out is required"),
     (
-        TRAIN + " --objective flwo",
+        TRAIN.replace("--objective flow", "--objective flwo"),
         "--objective flwo: choose one of ddpm, flow; did you mean 'flow'?",
     ),
     (TRAIN + " --learning-rate fast", "--learning-rate fast: must be a number"),

@@ -162,7 +162,8 @@ def test_a_family_of_an_installed_package_converts_samples_and_trains(
         packages, "convert", expert, "--out", tmp_path / "back", "--to-layout", "mine-mixer"
     )
     said = "hddm: --to-layout mine-mixer: the family of Mixer names no pipeline to write a network into\n"
-    assert (back.returncode, back.stderr) == (1, said)
+    # A slow machine also says how long it takes.
+    assert (back.returncode, back.stderr.endswith(said)) == (1, True)
     assert not (tmp_path / "back").exists()
     # Nothing in a folder adds a family: without the package it is refused.
     assert "holds a Mixer, not a" in refusal(hddm.load, expert)
