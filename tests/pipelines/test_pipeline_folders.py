@@ -128,14 +128,16 @@ def test_some_experts_are_the_ensemble_with_its_router_kept_to_them(
 
     ensemble.router = kept_to_them
     # One expert alone takes no strategy.
-    for strategy in ("full", "top-1") if len(chosen) > 1 else ():
+    strategies = ("full", "top-1") if len(chosen) > 1 else ()
+    for strategy in strategies:
         expected = hddm.sample(
             ensemble, 6, 3, 5, strategy, class_labels=torch.tensor([0, 1, 2, 0, 1, 2])
         )
         torch.testing.assert_close(_images(some, strategy=strategy), expected, rtol=1e-5, atol=1e-5)
     some.save_pretrained(tmp_path / "some")
     again = load_pipeline(tmp_path / "some")
-    assert torch.equal(_images(again, strategy="full"), _images(some, strategy="full"))
+    how = {"strategy": "full"} if len(chosen) > 1 else {}
+    assert torch.equal(_images(again, **how), _images(some, **how))
 
 
 def test_experts_that_lie_on_no_disk_work_and_are_saved(tmp_path: Path) -> None:
