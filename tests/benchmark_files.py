@@ -75,6 +75,10 @@ CONTENT: dict[str, Any] = {
 }
 
 
+ALONE: dict[str, Any] = {"compare": {}, "budgets": {}}
+"""Changes of `CONTENT` for tables without some of its rows."""
+
+
 def file(**changes: Any) -> BenchmarkFile:
     """`CONTENT`, changed."""
     return parse_record(CONTENT | changes, BenchmarkFile, "miniature")

@@ -99,11 +99,10 @@ def shared_cost(size: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         shards = digit_shards(Path(folder), SHARDS)
         words = ["train", "expert", str(shards / "shard_0"), "--objective", "flow", "--size", size]
-        expert, _ = count_training([*words, "--optimizer", "adamw"], run_words)
-        router, _ = count_training(
-            ["train", "router", str(shards), "--optimizer", "adamw"], run_words
-        )
-    return router / expert
+        expert = count_training(LINES.read([*words, "--optimizer", "adamw"]), run_words)
+        words = ["train", "router", str(shards), "--optimizer", "adamw"]
+        router = count_training(LINES.read(words), run_words)
+    return router.image / expert.image
 
 
 def file_of(

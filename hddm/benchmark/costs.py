@@ -9,7 +9,7 @@ count, as those of Muon's update. Sampling is counted on the first images of a r
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hddm.benchmark.lines import RunCommand, placed, with_values
+from hddm.benchmark.lines import Line, RunCommand, placed
 from hddm.benchmark.steps import Contents, Step
-from hddm.calibration import LEVELS, STATES
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import LEVELS, START, STATES
+from hddm.condition_names import LABELS
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
 from hddm.experts.loading import load
-from hddm.experts.records import ROUTER_FILE, read_router
+from hddm.experts.records import ROUTER_FILE, read_expert_record, read_router
 from hddm.training.router_temperatures import NOISED
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress, heard
@@ -35,14 +37,14 @@ IMAGES = 32
 """Images of a row that are sampled to count operations."""
 _STEPS = 3
 _TRAJECTORIES = 16
-# Late enough for a calibration to take part.
+# Part of an expert's range of noise, late enough for a calibration to take part.
 _TIME = 0.75
 # Counted in float32 on the CPU, so that the count is the same everywhere.
 _PLAIN = {
-    "--device": "cpu",
-    "--threads": "1",
-    "--mixed-precision": "no",
-    "--gradient-accumulation-steps": "1",
+    "device": "cpu",
+    "threads": "1",
+    "mixed_precision": "no",
+    "gradient_accumulation_steps": "1",
 }
 
 
@@ -58,7 +60,9 @@ def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
     """Count one velocity of one image, with the expert's calibration and without guidance."""
     assert field.sample_shape is not None
     x = torch.zeros(1, *field.sample_shape, device=field.device)
-    t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
+    low, high = field.noise_range
+    time = low + _TIME * (high - low)
+    t = torch.full((1,), time, dtype=torch.float64, device=field.device)
     return forward_flop(field.velocity, x, t, **conditions)
 
 
@@ -87,17 +91,15 @@ class TrainingCost(NamedTuple):
     """Of one of the teacher's trajectories, which a student of few steps learns from."""
 
 
-def count_training(
-    words: Sequence[str], run: RunCommand, is_of_few_steps: bool = False
-) -> TrainingCost:
+def count_training(line: Line, run: RunCommand, is_of_few_steps: bool = False) -> TrainingCost:
     """Count a training step of a command line, which may be of a student of few steps."""
     trajectories = _TRAJECTORIES if is_of_few_steps else 0
-    one = _count_batch(words, run, 1, trajectories)
-    two = _count_batch(words, run, 2, trajectories)
+    one = _count_batch(line, run, 1, trajectories)
+    two = _count_batch(line, run, 2, trajectories)
     image, update = two.step - one.step, 2 * one.step - two.step
     if not trajectories:
         return TrainingCost(image, update)
-    more = _count_batch(words, run, 1, 2 * trajectories)
+    more = _count_batch(line, run, 1, 2 * trajectories)
     return TrainingCost(image, update, (more.before - one.before) // trajectories)
 
 
@@ -108,9 +110,7 @@ class _Counted(NamedTuple):
     """One step, forward, backward and update."""
 
 
-def _count_batch(
-    words: Sequence[str], run: RunCommand, batch_size: int, trajectories: int
-) -> _Counted:
+def _count_batch(line: Line, run: RunCommand, batch_size: int, trajectories: int) -> _Counted:
     totals: list[int] = []
 
     def hear(part: float) -> None:
@@ -119,26 +119,26 @@ def _count_batch(
             if len(totals) == _STEPS:
                 raise _Enough
 
-    options = _PLAIN | {"--steps": str(_STEPS + 1), "--batch-size": str(batch_size)}
+    options = _PLAIN | {"steps": str(_STEPS + 1), "batch_size": str(batch_size)}
     if trajectories:
-        options["--trajectories"] = str(trajectories)
+        options["trajectories"] = str(trajectories)
     # What is measured on the way would fall between the counted steps.
-    if words[:2] != ["train", "router"]:
-        options["--sample-every"] = "0"
-    if words[:2] == ["train", "expert"]:
-        options["--validate-every"] = "1000000"
+    if line.verb != "train router":
+        options["sample_every"] = "0"
+    if line.verb == "train expert":
+        options["validate_every"] = "1000000"
     enough = contextlib.suppress(_Enough)
     with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
-        run(with_values(words, options | {"--out": f"{folder}/out"}))
+        run(line.with_options(options | {"out": f"{folder}/out"}).words)
     step = totals[-1] - totals[-2]
     return _Counted(totals[0] - step, step)
 
 
-def count_sampling(words: Sequence[str], run: RunCommand) -> int:
+def count_sampling(line: Line, run: RunCommand) -> int:
     """Count the operations of one image of a ``hddm sample``, over its first `IMAGES`."""
-    options = {"--num-images": str(IMAGES), "--batch-size": str(IMAGES), "--device": "cpu"}
+    options = {"num_images": str(IMAGES), "batch_size": str(IMAGES), "device": "cpu"}
     with tempfile.TemporaryDirectory() as folder, counting() as counter:
-        run(with_values(words, options | {"--out": f"{folder}/out"}))
+        run(line.with_options(options | {"out": f"{folder}/out"}).words)
     return counter.get_total_flops() // IMAGES
 
 
@@ -185,6 +185,24 @@ def _shape_at(path: Path, contents: Contents) -> Any:
     return contents.of(path)
 
 
+def cost_path(step: Step) -> Path:
+    """Where the counted operations of a step are recorded."""
+    return step.work.path("cost", cost_key(step))
+
+
+def is_uncounted(step: Step) -> bool:
+    """True for a finished step of unknown cost.
+
+    With unlike experts as teachers of their own shards, an image costs what its expert does, and the first
+    images, which are counted, may have another one than most.
+    """
+    if step.verb != "distill" or step.values["teacher"] != "shard":
+        return step.kind.is_uncounted
+    ensemble = step.placed_path(step.values["ensemble"])
+    configs = [read_json(one) for one in ensemble.rglob("config.json")]
+    return any(one != configs[0] for one in configs)
+
+
 def trained_size(step: Step) -> tuple[int, int]:
     """Steps and batch size of a finished training, as its record says; none of a calibration."""
     if not step.kind.is_training:
@@ -203,11 +221,16 @@ def calibration_flop(step: Step) -> int:
         side = network.config.sample_size
         x = torch.zeros(1, network.config.in_channels, side, side)
         return NOISED * forward_flop(network, x, torch.ones(1))
-    # A calibration that was trained in was not fitted afterwards.
-    if read_json(step.path / EXPERT_FILE).get("training_calibration"):
+    record = read_expert_record(step.path)
+    # One that was trained in was not fitted afterwards.
+    if record.training_calibration or not (step.path / CALIBRATION).is_file():
         return 0
     field = load(step.path)
     assert isinstance(field, VelocityField)
     field.calibration = None
-    labels = {"class_labels": torch.zeros(1, dtype=torch.long)} if field.classes else {}
-    return LEVELS * STATES * evaluation_flop(field, **labels)
+    labels = {LABELS: torch.zeros(1, dtype=torch.long)} if field.classes else {}
+    states = 0 if field.noise_range[1] <= START else LEVELS * STATES
+    if step.verb == "calibrate" and step.values["data"] is None:
+        # It samples the images itself that it is fitted to.
+        states += step.values["num_images"] * step.values["steps"]
+    return states * evaluation_flop(field, **labels)

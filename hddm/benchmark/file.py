@@ -37,6 +37,8 @@ MOST_SEEDS, MOST_ROWS, MOST_WORKERS = 1_000, 1_000, 1_000
 """Bounds of one benchmark, far above any that anybody runs."""
 RESERVED = ("data", "out", "seed")
 """Names that stand for the user's folder, for what a step writes and for the training seed."""
+ROUTING = frozenset({"strategy", "router_every"})
+"""Options of ``hddm sample`` for several experts, which a network alone does not have."""
 TAKEN = (*RESERVED, "jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
 """Names that no step or value can have, besides ``seed_<n>``; most are in the output folder."""
 
@@ -116,16 +118,31 @@ class Measuring(Record):
     """Further options of ``hddm evaluate``, such as ``--mirrored``."""
 
 
+def _by_parameter(vary: dict[str, Any]) -> dict[str, Any]:
+    """Options by one spelling; ``router-every`` is ``router_every``."""
+    found: dict[str, Any] = {}
+    for name, values in vary.items():
+        parameter = name.replace("-", "_")
+        if parameter in found:
+            raise ValueError(f"{name!r} is there twice, in two spellings; write it once")
+        found[parameter] = values
+    return found
+
+
+Vary = Annotated[
+    dict[str, Annotated[tuple[str | int | float, ...], Field(min_length=1)]],
+    AfterValidator(_by_parameter),
+]
+
+
 class Table(Record):
     """A table of the report: rows of the file, each also with other values of sampling options."""
 
     rows: Names = ()
     """By name; all, if empty."""
     sample: str = ""
-    """Options of ``hddm sample`` for all rows."""
-    vary: dict[str, Annotated[tuple[str | int | float, ...], Field(min_length=1)]] = Field(
-        default_factory=dict
-    )
+    """Options of ``hddm sample`` for all rows; those of `ROUTING` for all that are no network alone."""
+    vary: Vary = Field(default_factory=dict)
     """Values to try by option; with several options, the rows as they are come first."""
     product: bool = False
     """Combine all values instead of changing one at a time."""
@@ -220,6 +237,16 @@ class BenchmarkFile(Record):
         for names in self.budgets.values():
             rows += names
         _refuse_unknown(rows, self.rows, "row")
+        in_tables: set[str] = set()
+        for table in self.tables.values():
+            in_tables.update(table.rows or self.rows)
+        compared = [*self.compare.candidates, *self.compare.baselines]
+        for names in self.budgets.values():
+            compared += names
+        for name in compared:
+            if name not in in_tables:
+                text = "is in no table, so it is never measured; name it in one, or nowhere"
+                raise ValueError(f"row {name!r} of `compare` or `budgets` {text}")
         _refuse_unknown([*self.not_counted, *self.about], self.steps, "step")
         if getattr(self.evaluate, self.scored_on) is None:
             raise ValueError(

@@ -45,6 +45,13 @@ class Line:
             self.verb, {name: words for name, words in self.given.items() if name not in names}
         )
 
+    def with_options(self, values: Mapping[str, str]) -> "Line":
+        """This line with ``values`` of options, by parameter, in place of its own."""
+        given = {}
+        for name, value in values.items():
+            given[name] = (f"--{name.replace('_', '-')}", value)
+        return Line(self.verb, {**self.without(values).given, **given})
+
     def placed(self, places: Mapping[str, str]) -> "Line":
         """This line with ``places`` for names."""
         given = {}
@@ -91,22 +98,6 @@ def split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         raise HddmError(f"{text!r}: a quote is not closed") from None
-
-
-def with_values(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """A command line with ``values`` of options, by names such as ``--steps``, in place of its own."""
-    kept = list[str]()
-    is_value = False
-    for word in words:
-        if is_value:
-            is_value = False
-        elif word in values:
-            is_value = True
-        else:
-            kept.append(word)
-    for name, value in values.items():
-        kept += [name, value]
-    return kept
 
 
 def names_in(text: str) -> list[str]:

@@ -8,16 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from hddm.benchmark.file import RESERVED, BenchmarkFile, DecidingSplit, Table
+from hddm.benchmark.file import RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.evaluation.features import find_inception
+from hddm.experts.ensemble_folders import read_ensemble_record
+from hddm.experts.expert import experts_in
+from hddm.experts.parts import domains_of
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm.utils.work import Work
 
-_ROUTED = ("strategy", "router_every")
+EXPERTS = "experts"
+"""Folder of the experts in an ensemble's folder."""
 _REAL = "real"
 _LONGEST = 80
 """Letters of a row's name in a path."""
@@ -161,11 +165,11 @@ class SeedPlan:
             raise HddmError("names no model; write $NAME of a step, or a folder")
         (source,) = own.given["source"]
         model = self._model(source)
-        is_one = model.kind.is_alone or (not model.verb and _is_expert(model))
+        is_alone = _is_alone(model)
         varied = {}
         texts = []
         for key, value in change.items():
-            if not is_one or key not in _ROUTED:
+            if not is_alone or key not in ROUTING:
                 varied[key] = value
                 texts.append(f"{value} steps" if key == "steps" else value)
         if len(table.rows or self.file.rows) > 1 or not texts:
@@ -173,6 +177,8 @@ class SeedPlan:
         name = ", ".join(texts)
         is_plain = title == next(iter(self.file.tables)) or not (varied or table.sample)
         options = self._options(f"tables.{title}", "sample", split(self._with_values(table.sample)))
+        if is_alone:
+            options = options.without(ROUTING)
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
         line = self._with_defaults(changed.or_else(options).or_else(own))
         samples = self._step("samples/", line)
@@ -261,12 +267,23 @@ class SeedPlan:
             raise HddmError("$data: is the folder of your images; name it by `data`")
 
     def _with_defaults(self, line: Line) -> Line:
-        """A line with the file's options and the seed, unless it or its file of settings has them."""
+        """A line with the file's options and the seed, unless it or its file of settings has them.
+
+        Raises `HddmError` for samples of a network alone with options of routing.
+        """
+        is_alone = line.verb == "sample" and "source" in line.given
+        if is_alone:
+            is_alone = _is_alone(self._model(*line.given["source"]))
+        for name in sorted(ROUTING):
+            if is_alone and name in line.given:
+                shown = " ".join(line.given[name])
+                raise HddmError(f"{shown}: has no effect on a network alone; leave it out")
         if line.verb in self._defaults:
             # What a file of settings says that the line itself names comes before defaults, too. A file that
             # the defaults name is one of them, and comes after the options beside it, as on any command line.
-            line = line.or_else(self._defaults[line.verb].without(self._in_config(line)))
-        seed = Line(line.verb, {"seed": ("--seed", "$seed")})
+            defaults = self._defaults[line.verb].without(self._in_config(line))
+            line = line.or_else(defaults.without(ROUTING) if is_alone else defaults)
+        seed = Line(line.verb, {}).with_options({"seed": "$seed"})
         if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
             line = line.or_else(seed.without(self._in_config(line)))
         return line
@@ -287,9 +304,32 @@ class SeedPlan:
         return read_yaml(path)
 
 
-def _is_expert(model: Step) -> bool:
-    """True for the folder of one expert, which no step wrote or which is within that of a step."""
-    return bool(model.inputs) or (Path(model.name) / EXPERT_FILE).is_file()
+def _is_alone(model: Step) -> bool:
+    """True for a network alone, and for experts between which nothing has to choose."""
+    if model.verb == "assemble":
+        return _is_of_one_domain(model)
+    if model.verb or model.inputs:
+        # Below a step's folder, only those in experts/ are known to be one before the step has run.
+        return model.kind.is_alone or Path(model.name).parent.name == EXPERTS
+    folder = Path(model.name)
+    if (folder / ENSEMBLE_FILE).is_file():
+        return len(set(domains_of(experts_in(folder, read_ensemble_record(folder))))) == 1
+    return (folder / EXPERT_FILE).is_file()
+
+
+def _is_of_one_domain(ensemble: Step) -> bool:
+    """True for one expert, and for experts of one shard that divide the noise levels among them."""
+    words = ensemble.line.given.get("experts", ())
+    if len(words) == 1:
+        return True
+    shards = set()
+    for word in words:
+        names = names_in(word)
+        step = ensemble.inputs.get(names[0]) if names and word == f"${names[0]}" else None
+        if step is None or step.verb != "train expert" or "noise_range" not in step.line.given:
+            return False
+        shards.add(step.values["shard"])
+    return len(shards) == 1
 
 
 def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:

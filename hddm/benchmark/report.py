@@ -70,7 +70,7 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
     content = {
         "The file in full": results.settings.model_dump(mode="json"),
         "Images and features": results.real.model_dump(mode="json", include={"data", "features"}),
-        "Machine and versions": results.machine,
+        "Machines and versions": results.machines,
     }
     records = {}
     for name, one in content.items():

@@ -15,14 +15,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hddm.benchmark.file import BenchmarkFile, DecidingSplit
+from hddm.benchmark.file import ROUTING, BenchmarkFile, DecidingSplit
 from hddm.evaluation.compare import SPLITS, Contrast, Figure, GapVerdict, figure_at, verdicts
 from hddm.evaluation.results import Evaluation, Result, ResultGroup, read_groups
 from hddm.evaluation.scores import LEARNED
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record
 
-FORMAT = "4.0"
+FORMAT = "5.0"
 LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
@@ -45,7 +45,9 @@ class ScoredRow(Record):
     varied: dict[str, str]
     """Options of the table that it differs by."""
     model: str
-    """The step that is sampled."""
+    """The step or the folder that is sampled."""
+    model_hash: str
+    """Its identity, since a step and a folder may have one name."""
     seed: int
     command: str
     samples: str
@@ -203,7 +205,8 @@ class Results(Record):
     """The seeds with results, of all seeds in the file."""
     date: str
     settings: BenchmarkFile
-    machine: dict[str, Any]
+    machines: tuple[dict[str, Any], ...]
+    """The machines that did the steps and their versions of packages, the one of most steps first."""
     real: Evaluation
     """Real images of the split, against the training images."""
     models: tuple[ModelResult, ...]
@@ -234,7 +237,8 @@ class Results(Record):
         for table, rows in scored.items():
             found[table] = []
             for each in rows.values():
-                trained = [model for model in self.models if model.model == each[0].model]
+                keys = {(one.model_hash, one.seed) for one in each}
+                trained = [model for model in self.models if (model.hash, model.seed) in keys]
                 found[table].append(Row(tuple(each), tuple(trained)))
         return found
 
@@ -322,9 +326,7 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
             of = row.one.of
             if of not in chosen.baselines and (not chosen.candidates or of in chosen.candidates):
                 for other in rows:
-                    # A network alone has no strategy to differ in.
-                    alike = other.one.varied.items() <= row.one.varied.items()
-                    if other.one.of in chosen.baselines and alike:
+                    if other.one.of in chosen.baselines and _are_alike(row, other, rows):
                         pairs.append(("model", row, other))
             first = next(one for one in rows if one.one.of == of)
             if first is not row:
@@ -342,6 +344,20 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
                 ratio=sum(a.values()) / sum(b.values()) if sum(b.values()) else None,
                 verdict=verdict,
             )
+
+
+def _are_alike(ours: Row, base: Row, rows: Sequence[Row]) -> bool:
+    """True if a table varies two of its ``rows`` in one way, except in what a network alone does not have."""
+    differing = {name for name, _ in ours.one.varied.items() ^ base.one.varied.items()}
+    if not ROUTING.issuperset(differing):
+        return False
+    if not differing:
+        return True
+    for row in (ours, base):
+        same = [one for one in rows if one.one.of == row.one.of]
+        if all(ROUTING.isdisjoint(one.one.varied) for one in same):
+            return True
+    return False
 
 
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:

@@ -22,16 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.costs import (
-    TrainingCost,
-    calibration_flop,
-    cost_key,
-    count_sampling,
-    count_training,
-    trained_size,
-)
+from hddm.benchmark.costs import TrainingCost, cost_path, count_sampling, count_training
 from hddm.benchmark.file import BenchmarkFile
-from hddm.benchmark.lines import CommandLine, RunCommand, placed
+from hddm.benchmark.lines import CommandLine, RunCommand
+from hddm.benchmark.origin import trained
+from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import PlannedRow, SeedPlan
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
@@ -45,7 +40,6 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.benchmark.steps import Contents, Step, link_to
-from hddm.evaluation.images import Role, read_data
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, errors_as, shown
@@ -283,11 +277,11 @@ def _do_all(
         calls = [call(_do, one, one.label, units=one.units, writes=one.result) for one in todo]
         workers.run(calls, report, start, end)
         _link(out, [step for step in plan.all if step.depth == depth])
-        _refuse_shared_images(plan)
+        refuse_shared_images(plan)
     uncounted = {}
     for step in steps:
         if step.is_counted:
-            cost = _cost(step)
+            cost = cost_path(step)
             if not step.work.has(cost):
                 uncounted[cost] = step
     # Units of what was expected to be counted, and shares the count of another step.
@@ -296,35 +290,6 @@ def _do_all(
     for step in uncounted.values():
         calls.append(call(_count, step, f"operations of {step.label}", units=COUNTING))
     workers.run(calls, report, start, end)
-
-
-def _refuse_shared_images(plan: SeedPlan) -> None:
-    """Refuse validation images that are held-out images too, as soon as both are there."""
-    splits = plan.splits
-    if len(splits) < 2:
-        return
-    for step in splits.values():
-        if _left(step.inputs.values()):
-            return
-    identities = [[name, step.identity] for name, step in splits.items()]
-    part = plan.work.path("splits", hash_of(identities))
-    if not plan.work.has(part):
-        images: dict[Role, Path] = {}
-        for name, step in splits.items():
-            places = {one: str(made.path) for one, made in step.inputs.items()}
-            images[name] = Path(placed(str(step.values["images"]), places))
-        # As many as the two evaluations accept.
-        max_bad = sum(step.values["max_bad"] for step in splits.values())
-        with errors_as(HddmError, "evaluate"):
-            read_data(images, max_bad)
-            for step in splits.values():
-                step.refuse_changed()
-        plan.work.finish(part, {})
-
-
-def _cost(step: Step) -> Path:
-    """Where the counted operations of a step are recorded."""
-    return step.work.path("cost", cost_key(step))
 
 
 def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
@@ -366,15 +331,15 @@ def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
 def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Count the operations of one image of a training or of a sampling, and record them."""
     step.link_inputs()
-    words = step.command()[:-2]
+    line = step.placed_line
     with _started(step, io.StringIO()), heard(report):
         if step.verb == "sample":
-            cost = TrainingCost(count_sampling(words, run), 0)
+            cost = TrainingCost(count_sampling(line, run), 0)
         else:
             is_of_few_steps = step.values.get("sampling_steps") is not None
-            cost = count_training(words, run, is_of_few_steps)
+            cost = count_training(line, run, is_of_few_steps)
         step.refuse_changed()
-    step.work.finish(_cost(step), cost._asdict())
+    step.work.finish(cost_path(step), cost._asdict())
     return 0.0
 
 
@@ -401,16 +366,20 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     for plan in plans:
         steps |= {step.label: step for step in plan.all}
     records = {step.identity: step.work.record(step.path) for step in steps.values()}
-    models = {}
+    # By identity, since a step and a finished model may have one name.
+    models: dict[tuple[str, int], ModelResult] = {}
     for plan in plans:
+        not_counted = [plan.steps[name] for name in file.not_counted]
         for row in plan.rows:
-            models[row.model.label, plan.seed] = _model(plan, row.model, records)
+            key = row.model.identity, plan.seed
+            if key not in models:
+                models[key] = trained(row.model, plan.seed, not_counted, records)
     scored = []
     for table in file.tables:
         for plan in plans:
             for row in plan.rows:
                 if row.table == table:
-                    model = models[row.model.label, plan.seed]
+                    model = models[row.model.identity, plan.seed]
                     scored.append(_scored(row, plan.seed, model))
     step_records = []
     for step in steps.values():
@@ -422,7 +391,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         seeds=tuple(plan.seed for plan in plans),
         date=datetime.date.today().isoformat(),
         settings=file,
-        machine=machine(),
+        machines=_machines(records.values()),
         real=read_result(plans[0].real.result),
         models=tuple(models.values()),
         scored=tuple(scored),
@@ -434,54 +403,15 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     return results.model_copy(update={"comparisons": tuple(compare_rows(results))})
 
 
-def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]]) -> ModelResult:
-    """What the training of a model took, without the steps that were there before."""
-    before: set[str] = set()
-    for name in plan.file.not_counted:
-        earlier = plan.steps[name]
-        if earlier.identity != step.identity:
-            before |= {one.identity for one in earlier.upstream}
-    # Of a model without a verb, such as an expert within a step's ensemble, nothing is known.
-    upstream = step.upstream if step.verb else []
-    # Steps of several names ran once.
-    own: dict[str, Step] = {}
-    for one in upstream:
-        if one.identity not in before:
-            own.setdefault(one.identity, one)
-    parts = [one for one in own.values() if one.kind.is_training or one.verb == "calibrate"]
-    steps = []
-    batch_sizes = []
-    calibration = router = training = 0
-    for one in parts:
-        num_steps, batch_size = trained_size(one)
-        steps.append(num_steps)
-        batch_sizes.append(batch_size)
-        fitting = calibration_flop(one)
-        flop = fitting
-        if num_steps:
-            cost = one.work.record(_cost(one))
-            flop += num_steps * (batch_size * cost["image"] + cost["update"])
-            if cost["trajectory"]:
-                flop += one.values["trajectories"] * cost["trajectory"]
-        calibration += fitting
-        training += flop
-        if one.verb == "train router":
-            router += flop
-    is_unknown = any(one.kind.is_uncounted or one.reads_a_finished_model for one in own.values())
-    is_known = bool(parts) and not is_unknown
-    return ModelResult(
-        model=step.name,
-        seed=plan.seed,
-        hash=step.identity,
-        folder=step.label,
-        parts=tuple(one.name for one in parts),
-        steps=tuple(steps),
-        batch_sizes=tuple(batch_sizes),
-        calibration_flop=calibration if is_known else None,
-        router_flop=router if is_known else None,
-        training_flop=training if is_known else None,
-        seconds=round(sum(records[one.identity]["seconds"] for one in parts), 1),
-    )
+def _machines(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The machines that did the steps, the one of most steps first."""
+    by_hash: dict[str, dict[str, Any]] = {}
+    steps = Counter[str]()
+    for one in records:
+        key = hash_of(one["machine"])
+        by_hash[key] = one["machine"]
+        steps[key] += 1
+    return tuple(by_hash[key] for key, _ in steps.most_common())
 
 
 def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
@@ -494,12 +424,13 @@ def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
         of=row.row,
         varied=dict(row.varied),
         model=row.model.name,
+        model_hash=row.model.identity,
         seed=seed,
         command=row.samples.shown,
         samples=row.samples.path.name,
         evaluation=evaluation.model_copy(update={"training_tflop": tflop}),
         experts_a_step=use.get("experts_a_sample", 1.0),
-        sampling_flop=row.samples.work.record(_cost(row.samples))["image"],
+        sampling_flop=row.samples.work.record(cost_path(row.samples))["image"],
     )
 
 

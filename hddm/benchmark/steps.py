@@ -35,6 +35,8 @@ class StepKind(NamedTuple):
     """It writes one network, which has no strategy and no router."""
     is_training: bool = False
     """Its operations are counted."""
+    learns: bool = False
+    """It learns from the images that it reads."""
     is_uncounted: bool = False
     """The cost of what it trains, or of the model that it reads, is not known."""
     units: int = 1_000
@@ -43,14 +45,14 @@ class StepKind(NamedTuple):
     """Further progress for each image that it is trained on, or makes."""
 
 
-_TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"))
+_TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"), learns=True)
 STEP_KINDS = {
     "train expert": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
     "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
     "train all": _TRAINING._replace(is_uncounted=True),
     "distill": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
     "convert": StepKind(is_alone=True, is_uncounted=True),
-    "calibrate": StepKind(is_alone=True, units=10_000),
+    "calibrate": StepKind(is_alone=True, learns=True, units=10_000),
     "merge": StepKind(is_alone=True),
     # Images of another device are not continued but replaced.
     "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
@@ -228,14 +230,33 @@ class Step:
         return self.settings.values
 
     @cached_property
-    def sources(self) -> list[Path]:
-        """Paths that it reads and that no step writes."""
+    def paths(self) -> list[tuple[str, Path]]:
+        """Paths that it reads, each with its parameter, with ``$name`` for the folders of steps."""
         found = []
         for name, value in self.values.items():
             if self._is_path(name, value):
                 values = value if isinstance(value, list | tuple) else [value]
-                found += [Path(one) for one in values if isinstance(one, str | Path)]
-        return [path for path in found if not self._names(str(path))]
+                found += [(name, Path(one)) for one in values if isinstance(one, str | Path)]
+        return found
+
+    @cached_property
+    def sources(self) -> list[Path]:
+        """Paths that it reads and that no step writes."""
+        return [path for _, path in self.paths if not self._names(str(path))]
+
+    def placed_path(self, path: Path) -> Path:
+        """Where a path that it reads lies."""
+        places = {name: str(step.path) for name, step in self.inputs.items()}
+        return Path(placed(str(path), places))
+
+    def paths_within(self, name: str) -> list[Path]:
+        """The paths that it reads in the folder of the input ``name``."""
+        found = []
+        for _, path in self.paths:
+            if name in self._names(str(path)):
+                found.append(self.placed_path(path))
+        # An option such as --share may name an input that no path leads to.
+        return found or [self.inputs[name].path]
 
     def _is_path(self, name: str, value: Any) -> bool:
         """True if the parameter ``name`` has paths that are read for its ``value``."""
@@ -380,19 +401,26 @@ class Step:
 
     def command(self) -> list[str]:
         """Words that make its result in the folder of all jobs."""
-        return self._command(self.links, str(self.path))
+        return self._command(self.placed_line, str(self.path))
+
+    @property
+    def placed_line(self) -> Line:
+        """Its line with the paths in the folder of all jobs; where it writes is left to the caller."""
+        return self._placed(self.links, str(self.path))
 
     @property
     def shown(self) -> str:
         """Its command line by labels, to be run in a folder where those of its inputs were."""
         labels = {name: step.label for name, step in self.inputs.items()}
-        return f"hddm {shlex.join(self._command(labels, self.label))}"
+        words = self._command(self._placed(labels, self.label), self.label)
+        return f"hddm {shlex.join(words)}"
 
-    def _command(self, places: Mapping[str, str], out: str) -> list[str]:
-        known = {**places, "out": out, "data": str(self.data)}
+    def _placed(self, places: Mapping[str, str], out: str) -> Line:
+        return self.line.placed({**places, "out": out, "data": str(self.data)})
+
+    def _command(self, line: Line, out: str) -> list[str]:
         ending = SCORES if self.verb == "evaluate" else ""
-        words = [placed(word, known) for word in self.line.words]
-        return [*words, "--out", out + ending]
+        return [*line.words, "--out", out + ending]
 
     @cached_property
     def upstream(self) -> list["Step"]:

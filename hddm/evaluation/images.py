@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -140,6 +140,51 @@ def _refuse_shared(paths: Mapping[Role, Path], read: Mapping[Role, Sequence[Read
             raise shared_images(role, paths[role], len(read[role]), among, shared)
 
 
+def refuse_trained(role: Role, path: Path, shards: Iterable[Path]) -> None:
+    """Refuse images of ``path`` that a model was trained on in one of the ``shards``.
+
+    Images are the same if their files are, or their pixels as they are stored. Raises `HddmError`, in which
+    ``role`` names the images of ``path``.
+    """
+    others = [shard for shard in shards if not _are_apart(shard, path)]
+    if not others:
+        return
+    fresh = _digests(path, role)
+    total = len(set(fresh.values()))
+    for shard in others:
+        known = _digests(shard, "reference")
+        shared = {}
+        for digest, name in fresh.items():
+            if digest in known:
+                shared[name] = known[digest]
+        if shared:
+            raise shared_images(role, path, total, f"training images of {shard}", shared)
+
+
+def _digests(root: Path, role: Role) -> dict[bytes, str]:
+    """Names of the images in ``root`` by the SHA-256 of their files, and of pixels that can be read."""
+    found: dict[bytes, str] = {}
+    folders = _shards(root, role)
+    for folder in folders:
+        manifest = read_manifest(folder)
+        prefix = _prefix(folder, root)
+        for row, entry in enumerate(manifest.rows):
+            # Images of encoded shards are called by their rows, as in `_read`.
+            name = entry.file if manifest.encoding is None else str(row)
+            found[bytes.fromhex(entry.sha256)] = prefix + name
+        if manifest.vae is not None:
+            # Of latents only the hashes of files are left.
+            return found
+    bad: dict[str, str] = {}
+    for prefix, source in _sources(root, role):
+        if not folders and not isinstance(source, Shard):
+            for row, name in enumerate(source.files):
+                found[hashlib.sha256(source.read(row)).digest()] = name
+        for image in _read(source, prefix, bad, are_samples=False):
+            found[pixel_digest(image.pixels)] = image.name
+    return found
+
+
 def _are_apart(reference: Path, fresh: Path) -> bool:
     """True if hddm partition held the images of ``fresh`` out of those of ``reference``.
 
@@ -261,12 +306,16 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
     for folder in _shards(root, role):
         is_encoded = read_manifest(folder).encoding is not None
         source = open_shard(folder) if is_encoded else open_images(folder)
-        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-        found.append((prefix, source))
+        found.append((_prefix(folder, root), source))
         if isinstance(source, Shard) and source.space != "pixels":
             text = "holds latents, and figures are of pixels; name the partition of images"
             raise HddmError(f"{folder}: {text}")
     return found or [("", open_source(root))]
+
+
+def _prefix(folder: Path, root: Path) -> str:
+    """What names of images in ``root`` begin with for those in ``folder``."""
+    return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
 
 
 def _shards(root: Path, role: Role) -> list[Path]:

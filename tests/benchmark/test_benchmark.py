@@ -323,11 +323,8 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(
     words = ["train", "expert", str(shards / "shard_0"), "--objective", objective, "--size", "tiny"]
     forward, idle = _forward()
     step = 3 * forward - idle
-    assert count_training([*words, "--optimizer", "adamw", "--steps", "90"], run_words) == (
-        step,
-        0,
-        0,
-    )
+    adamw = LINES.read([*words, "--optimizer", "adamw", "--steps", "90"])
+    assert count_training(adamw, run_words) == (step, 0, 0)
 
     def update(m: int, n: int) -> int:
         """Five iterations, for G of shape (m, n), n <= m: G^T G, its square, and the product with G."""
@@ -335,16 +332,13 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(
 
     muon = DEPTH * (update(3 * WIDTH, WIDTH) + update(WIDTH, WIDTH) + 2 * update(4 * WIDTH, WIDTH))
     muon += update(FREQUENCIES, WIDTH) + update(WIDTH, WIDTH) + update(6 * WIDTH, WIDTH)
-    assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (
-        step,
-        muon,
-        0,
-    )
+    by_muon = LINES.read([*words, "--optimizer", "muon", "--batch-size", "64"])
+    assert count_training(by_muon, run_words) == (step, muon, 0)
 
 
 @pytest.mark.integration
 def test_a_sample_costs_its_forwards(flow_expert: Path) -> None:
-    sample = ["sample", str(flow_expert), "--solver", "euler", "--steps", "3"]
+    sample = LINES.read(["sample", str(flow_expert), "--solver", "euler", "--steps", "3"])
     assert count_sampling(sample, run_words) == pytest.approx(3 * _forward()[0], rel=0.02)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hddm.benchmark import run
-from hddm.benchmark.costs import count_training
+from hddm.benchmark.costs import cost_path, count_training
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
-from hddm.benchmark.lines import Line, RunCommand, Settings, with_values
+from hddm.benchmark.lines import Line, RunCommand, Settings
+from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import read_results
 from hddm.utils.records import parse_record
@@ -228,7 +229,8 @@ def test_what_is_measured_on_the_way_is_no_cost_of_training(
         str(shard),
         *["--size", "tiny", "--objective", "flow", "--steps", "20"],
     ]
-    assert count_training([*words, *more.split()], run_words) == count_training(words, run_words)
+    line, longer = LINES.read(words), LINES.read([*words, *more.split()])
+    assert count_training(longer, run_words) == count_training(line, run_words)
 
 
 # 7. Training cost that is not known, or not counted, is shown as if it were all.
@@ -263,7 +265,7 @@ def test_trajectories_of_the_teacher_are_a_cost_of_a_student(
     costs = {}
     for name in ("any", "few"):
         run._count(plan.steps[name], run_words, lambda part: None)
-        costs[name] = plan.work.record(run._cost(plan.steps[name]))
+        costs[name] = plan.work.record(cost_path(plan.steps[name]))
     # A trajectory of the teacher takes several evaluations, each a forward pass of at most a third of a step.
     assert costs["few"]["trajectory"] > costs["few"]["image"] / 3
     assert costs["any"]["trajectory"] == 0
@@ -359,7 +361,8 @@ def test_samples_of_another_device_are_no_hindrance(
     plan = plan_of(data, jobs, rows=rows)
     step = plan.rows[0].samples
     step.link_inputs()
-    words = with_values(step.command(), {"--device": "cpu:0"})
+    other = step.placed_line.with_options({"device": "cpu:0"})
+    words = [*other.words, "--out", str(step.path)]
     process = in_a_process(_sample, words, moment)
     process.join()
     assert process.exitcode == (0 if moment is None else -9)
@@ -478,13 +481,13 @@ def test_broken_images_that_evaluations_accept_are_accepted_in_both_splits(
         evaluate["options"] = f"--allow-few --brief --max-bad {accepted}"
         plan = plan_of(mine, jobs, evaluate=evaluate)
         if accepted:
-            run._refuse_shared_images(plan)
+            refuse_shared_images(plan)
         else:
-            assert "cannot be read" in refusal(run._refuse_shared_images, plan)
+            assert "cannot be read" in refusal(refuse_shared_images, plan)
     image = next((mine / "test" / "rows").glob("*.png"))
     shutil.copy(image, mine / "more" / "rows" / "another.png")
     assert "1 of 40 images are also" in refusal(
-        run._refuse_shared_images, plan_of(mine, jobs, evaluate=evaluate)
+        refuse_shared_images, plan_of(mine, jobs, evaluate=evaluate)
     )
 
 

@@ -15,7 +15,7 @@ from hddm.benchmark.steps import Step
 from hddm.utils.work import Work
 from hddm_cli.lines import LINES
 from tests.artefacts import Command, refusal
-from tests.benchmark_files import CONTENT, MIXED, SINGLE, file, write_sides
+from tests.benchmark_files import ALONE, CONTENT, MIXED, SINGLE, file, write_sides
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_
 
 def test_rows_vary_one_option_after_the_other_or_all_together(data: Path) -> None:
     def names(**table: Any) -> list[str]:
-        return [row.name for row in _plan(data, tables={"models": {"rows": [MIXED], **table}}).rows]
+        tables = {"models": {"rows": [MIXED], **table}}
+        return [row.name for row in _plan(data, tables=tables, **ALONE).rows]
 
     both = {"solver": ["euler", "heun"], "steps": [2, 4]}
     assert names() == [MIXED]
@@ -90,7 +91,7 @@ def test_rows_vary_one_option_after_the_other_or_all_together(data: Path) -> Non
         f"{a}, {b} steps" for a in ("euler", "heun") for b in (2, 4)
     ]
     table = {"rows": [SINGLE, MIXED], "vary": {"strategy": ["draw", "full"]}}
-    plan = _plan(data, tables={"models": table})
+    plan = _plan(data, tables={"models": table}, **ALONE)
     # One network has no strategy to vary.
     assert [row.name for row in plan.rows] == [SINGLE, f"{MIXED}, draw", f"{MIXED}, full"]
     commands = [row.samples.values["strategy"] for row in plan.rows]
@@ -312,7 +313,7 @@ def test_folders_of_the_working_folder_decide_nothing_about_steps(
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "expert.json").write_text("{}")
     assert [_identity(data, line) for line in lines] == before
-    assert [row.name for row in _plan(data, tables=table).rows] == ["draw", "full"]
+    assert [row.name for row in _plan(data, tables=table, **ALONE).rows] == ["draw", "full"]
 
 
 def test_an_expert_within_a_step_has_no_strategy_to_vary(data: Path) -> None:

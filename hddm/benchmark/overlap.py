@@ -1,0 +1,71 @@
+"""Refuses scores on images that a model was trained on, and splits that have images in common."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hddm.benchmark.plan import SeedPlan
+from hddm.benchmark.steps import Step
+from hddm.data.shard_records import named_shards
+from hddm.evaluation.images import Role, read_data, refuse_trained
+from hddm.utils.errors import HddmError, errors_as
+from hddm.utils.work import hash_of
+
+_MEASURED = ("held_out", "validation")
+"""Parameters of trainings whose images are measured on, and not trained on."""
+
+
+def refuse_shared_images(plan: SeedPlan) -> None:
+    """Refuse images of the scored split that a training has too, and images of both splits.
+
+    What was not written yet is left out: this is called again when more is done.
+    """
+    if not _are_done(plan.real):
+        return
+    trained: dict[Path, None] = {}
+    for step in _learning(plan):
+        if _are_done(step):
+            trained |= dict.fromkeys(_training_shards(step))
+    others = [step for name, step in plan.splits.items() if name != plan.file.scored_on]
+    done = [step for step in others if _are_done(step)]
+    content = [plan.real.identity, *(step.identity for step in done), *sorted(map(str, trained))]
+    part = plan.work.path("splits", hash_of(content))
+    if plan.work.has(part):
+        return
+    with errors_as(HddmError, "evaluate"):
+        if done:
+            images: dict[Role, Path] = {}
+            for name, step in plan.splits.items():
+                images[name] = _images(step)
+            # As many as the two evaluations accept.
+            read_data(images, sum(step.values["max_bad"] for step in plan.splits.values()))
+        refuse_trained(plan.file.scored_on, _images(plan.real), trained)
+        for step in (plan.real, *done):
+            step.refuse_changed()
+    plan.work.finish(part, {})
+
+
+def _are_done(step: Step) -> bool:
+    """True if all that a step reads has been written."""
+    return all(read.is_done for read in step.inputs.values())
+
+
+def _images(step: Step) -> Path:
+    """The images of a split, of which ``step`` is the evaluation."""
+    return step.placed_path(step.values["images"])
+
+
+def _learning(plan: SeedPlan) -> Iterator[Step]:
+    """Steps that learn from images, and that a row depends on."""
+    seen: set[str] = set()
+    for row in plan.rows:
+        for step in row.model.upstream:
+            if step.kind.learns and step.identity not in seen:
+                seen.add(step.identity)
+                yield step
+
+
+def _training_shards(step: Step) -> Iterator[Path]:
+    """Shards that a step learns from."""
+    for name, path in step.paths:
+        if name not in _MEASURED:
+            yield from named_shards(step.placed_path(path), are_held_out=False)
