@@ -33,6 +33,7 @@ from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
     STEM,
     Embedded,
+    checked_embedding,
     class_stated,
     cuts,
     embed,
@@ -40,7 +41,6 @@ from hddm.networks.text_encoder import (
     read_text_encoder,
     read_tokenizer,
     refuse_half_characters,
-    refuse_non_finite_tokens,
     text_encoder_class,
     text_encoder_facts,
 )
@@ -126,8 +126,8 @@ class PromptEncoders(nn.Module):
     ) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
-        Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for tokens that
-        are not finite.
+        Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for what is not
+        finite.
         """
         family, texts = self.prompts, list(prompts)
         for text in texts:
@@ -154,8 +154,7 @@ class PromptEncoders(nn.Module):
         if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
-        refuse_non_finite_tokens(tokens)
-        return Embedded({TEXT: tokens, family.pooled: pooled}, pooled)
+        return checked_embedding(Embedded({TEXT: tokens, family.pooled: pooled}, pooled))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the parts into ``folder``."""

@@ -220,12 +220,11 @@ def embed(
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
     with torch.no_grad():
         tokens: Tensor = text_encoder(ids.to(device), **masked)[0]
-    refuse_non_finite_tokens(tokens)
     if is_clip:
         ends = end_of_text(ids, tokenizer).to(device)
-        return Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends])
+        return checked_embedding(Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends]))
     found = {TEXT: tokens, TEXT_MASK: mask.to(device)}
-    return Embedded(found, mean_of_text(tokens, mask))
+    return checked_embedding(Embedded(found, mean_of_text(tokens, mask)))
 
 
 def end_of_text(ids: Tensor, tokenizer: Any) -> Tensor:
@@ -248,10 +247,12 @@ def _tokenized(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
     )
 
 
-def refuse_non_finite_tokens(tokens: Tensor) -> None:
-    """Raise an `HddmError` for hidden states with NaN or Inf."""
-    if not tokens.isfinite().all():
-        raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
+def checked_embedding(embedded: Embedded) -> Embedded:
+    """The same encoded prompts; `HddmError` for hidden states or vectors with NaN or Inf."""
+    for name, one in (("tokens", embedded.tokens), ("vectors of prompts", embedded.pooled)):
+        if not one.isfinite().all():
+            raise HddmError(f"the text encoder's {name} hold NaN or Inf; run it in float32")
+    return embedded
 
 
 def refuse_half_characters(text: str, name: str) -> None:

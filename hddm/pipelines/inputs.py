@@ -233,10 +233,11 @@ class Encoding(Offloading):
             takes_classes, rows * is_described * (by_class > 0), rows * self._reads_text
         )
         # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
-        rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
+        rows = torch.where(rows.sum(1, keepdim=True) == 0, by_class * is_described, rows)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
         for text, row in zip(texts, rows, strict=True):
-            if not row.any():
+            # So that NaN is refused as well.
+            if not row.sum() > 0:
                 some = ", ".join(ensemble.classes[:5])
                 raise HddmError(
                     f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"

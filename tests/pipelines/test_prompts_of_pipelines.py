@@ -249,6 +249,15 @@ def test_a_pipeline_pads_prompts_to_the_tokens_of_its_family(expert: Path, name:
     assert tokens.shape[1] == {"sdxl": 77, "sd3": 77 + 32, "flux": 32}[name]
 
 
+def test_vectors_of_prompts_that_are_no_numbers_are_refused_as_tokens_are(tmp_path: Path) -> None:
+    stock("sdxl", tmp_path).save_pretrained(tmp_path / "pipeline")
+    encoders = read_texts(tmp_path / "pipeline")
+    # Only vectors pass through the projection.
+    encoders.encoders["text_encoder_2"].text_projection.weight[0] = torch.inf
+    told = refusal(encoders.embed, PROMPTS)
+    assert told == "the text encoder's vectors of prompts hold NaN or Inf; run it in float32"
+
+
 LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux": "diffusers-flux"}
 
 
