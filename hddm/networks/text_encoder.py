@@ -173,7 +173,7 @@ def text_encoder_facts(
     return TextEncoderRecord(
         kind=getattr(model.config, PIPELINE, type(model).__name__),
         fingerprint=fingerprint(weights),
-        tokens=prompt_length(tokens, _positions(model.config)),
+        tokens=prompt_length(tokens, model.config),
         width=model.config.hidden_size,
     )
 
@@ -203,7 +203,7 @@ def embed(
     Longer ones are cut, with a warning that names what was left out. PixArt's are encoded in lower case.
     Raises `HddmError` for tokens that the encoder lacks.
     """
-    length = prompt_length(tokenizer.model_max_length, _positions(text_encoder.config))
+    length = prompt_length(tokenizer.model_max_length, text_encoder.config)
     if hasattr(text_encoder.config, PIPELINE):
         prompts = [prompt.lower().strip() for prompt in prompts]
     for prompt in prompts:
@@ -281,14 +281,16 @@ def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int,
     return found
 
 
-def _positions(config: Any) -> int:
+def prompt_length(limit: object, config: Any) -> int:
+    """Tokens per prompt for the encoder of a ``config``.
+
+    They are those of its pipeline, whatever the tokenizer says, where its config names one (`PIPELINE`), and
+    else the tokenizer's ``limit`` (``model_max_length``), at most the encoder's positions.
+    """
     pipeline = pipelines().get(str(getattr(config, PIPELINE, "")))
-    of_t5 = T5_TOKENS if pipeline is None or pipeline.t5_tokens is None else pipeline.t5_tokens
-    return getattr(config, "max_position_embeddings", None) or of_t5
-
-
-def prompt_length(limit: object, positions: int) -> int:
-    """Tokens per prompt: the tokenizer's ``model_max_length``, limited by the encoder's positions."""
+    if pipeline is not None and pipeline.t5_tokens is not None:
+        return pipeline.t5_tokens
+    positions: int = getattr(config, "max_position_embeddings", None) or T5_TOKENS
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
 

@@ -1,5 +1,6 @@
 """Pipelines with several text encoders: conditions and images of prompts against the pipeline's own."""
 
+import json
 import shutil
 import socket
 from dataclasses import replace
@@ -302,17 +303,24 @@ def test_a_pipeline_samples_by_prompt_in_two_commands_and_keeps_its_encoders(
     )
 
 
+@pytest.mark.parametrize("limit", [None, 77, 512])
 @pytest.mark.parametrize("kind", ["PixArtAlphaPipeline", "PixArtSigmaPipeline"])
 def test_pixart_reads_prompts_in_lower_case_and_cuts_them_as_its_pipeline(
-    kind: str, tmp_path: Path
+    kind: str, limit: int | None, tmp_path: Path
 ) -> None:
     parts = _numbered([_t5(tmp_path / "t5", 12)]) | {"vae": write_vae(tmp_path / "vae")}
+    if limit is not None:
+        # The pipeline has its own number of tokens, whatever the tokenizer's is.
+        parts["tokenizer"].model_max_length = limit
     pipe = getattr(diffusers, kind)(
         **parts, transformer=pixart(), scheduler=EulerDiscreteScheduler()
     )
     pipe.save_pretrained(tmp_path / "pipeline")
     library.convert(tmp_path / "pipeline", tmp_path / "expert")
     HDDMPipeline.from_pretrained(tmp_path / "expert").save_pretrained(tmp_path / "saved")
+    tokens = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}[kind]
+    record = json.loads((tmp_path / "expert" / "expert.json").read_text())
+    assert record["text_encoder"]["tokens"] == tokens
     prompts = ["A Cat ", "A cat on 2 DOGS " * 40]
     with pytest.warns(UserWarning, match="is cut to"):
         ours = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(prompts).given
