@@ -27,6 +27,8 @@ EMA = "model_ema."
 # Parts of such a file that a velocity field does not need.
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 _GROUPS = 32
+_SIZES, _SIZE_WIDTH = 6, 256
+"""Numbers on the size and crop of a picture that XL takes, and the width to which it embeds each."""
 _SD, _XL = (320, 640, 1280, 1280), (320, 640, 1280)
 # Heads by widths, width of the text and whether projections are linear: Stable Diffusion 1, 2 and XL.
 _HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
@@ -164,13 +166,25 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
         "attention_head_dim": unet_heads(channels, context, is_linear, reading.num_heads, origin),
     }
     if "label_emb.0.0.weight" in unet:
-        width = shape_of(unet, "label_emb.0.0.weight", 2, origin)[1]
         result |= {
             "addition_embed_type": "text_time",
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": width,
+            "addition_time_embed_dim": _SIZE_WIDTH,
+            "projection_class_embeddings_input_dim": _added_width(unet, origin),
         }
     return result
+
+
+def _added_width(unet: Mapping[str, Tensor], origin: str) -> int:
+    """Width of the vector that Stable Diffusion XL adds: one of the text, and the embedded sizes."""
+    name = "label_emb.0.0.weight"
+    width = shape_of(unet, name, 2, origin)[1]
+    sizes = _SIZES * _SIZE_WIDTH
+    if width <= sizes:
+        raise HddmError(
+            f"{origin}: {UNET}{name} takes a vector of width {width}; Stable Diffusion XL's is wider than "
+            f"{sizes}, which its {_SIZES} sizes take ({_SIZE_WIDTH} each) beside the text"
+        )
+    return width
 
 
 def unet_heads(
