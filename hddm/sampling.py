@@ -17,13 +17,13 @@ from torch import Tensor
 
 from hddm.choice import Choice
 from hddm.classes import class_indices
-from hddm.conditions import LABELS, Conditions, check_names, check_negative, check_rows
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import Conditions, check_names, check_negative, check_rows
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
 from hddm.networks.offload import is_offloaded
-from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -280,7 +280,7 @@ def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str |
     if not given or is_known or len(usable) < 2:
         return None
     text = "decide which expert makes an image, only the shares do"
-    if TEXT_CONDITIONS[0] not in given:
+    if TEXT not in given:
         return f"{', '.join(sorted(given))} do not {text}"
     if any(part.topic is not None for part in model.parts):
         return f"the prompt does not {text}; descriptions of experts need it as text, not as embeddings"

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
+from hddm.condition_names import TEXT, TEXT_EMBEDS
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
@@ -272,7 +273,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
     def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
         own = _Unet(weights, x)
-        text = conditions["encoder_hidden_states"].to(x.dtype)
+        text = conditions[TEXT].to(x.dtype)
         width = weights["input_blocks.0.0.weight"].shape[0]
         emb = own.perceptron(own.waves(timestep, width), "time_embed.0", "time_embed.2", F.silu)
         if own.has("label_emb.0.0"):
@@ -280,7 +281,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
             each = own.waves(sizes.flatten(), config["addition_time_embed_dim"]).view(
                 len(sizes), -1
             )
-            given = torch.cat([conditions["text_embeds"].to(x.dtype), each], 1)
+            given = torch.cat([conditions[TEXT_EMBEDS].to(x.dtype), each], 1)
             emb = emb + own.perceptron(given, "label_emb.0.0", "label_emb.0.2", F.silu)
         h, level = own.conv(x, "input_blocks.0.0"), 0
         skips = [h]

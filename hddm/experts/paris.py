@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hddm.condition_names import TEXT
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.expert import Expert
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord
@@ -157,7 +158,7 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
         "vae": None if vae is None else vae_facts(vae),
         "text_encoder": None if encoder is None else text_encoder_facts(encoder, TOKENS),
         "shift": (scheduler or {}).get("shift", 1.0),
-        "conditions": ("encoder_hidden_states",),
+        "conditions": (TEXT,),
         "weights": "unstated",
         # Hashing 20 GB would take longer than reading them.
         "source": SourceRecord(

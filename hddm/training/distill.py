@@ -21,7 +21,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import NO_CAPTION, Shard, joined, open_shard
 from hddm.ensemble import Ensemble
@@ -40,7 +40,6 @@ from hddm.training.mean_flow import CAPTION, MeanFlow
 from hddm.training.objectives import Objective, conditions_in, drawing, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
-    TEXT,
     DenoiserFields,
     DistillRecipe,
     DistillSettings,
