@@ -138,7 +138,7 @@ class Encoding(Offloading):
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
         found = set()
         for record, number in zip(self.experts.records, self.ensemble.texts, strict=True):
-            if TEXT in record.conditions:
+            if record.takes_text:
                 found.add(number)
         if self._topics is not None:
             found.add(self._topics)
@@ -147,7 +147,7 @@ class Encoding(Offloading):
     @property
     def takes_prompts(self) -> bool:
         """True if an expert takes text, and all text encoders for it are there."""
-        is_read = any(TEXT in record.conditions for record in self.experts.records)
+        is_read = any(record.takes_text for record in self.experts.records)
         return is_read and all(self._reader(number) is not None for number in self.readers)
 
     @property
@@ -161,13 +161,13 @@ class Encoding(Offloading):
         """Which experts get the class that a prompt names (K,)."""
         found = []
         for record in self.experts.records:
-            found.append(LABELS in record.conditions and TEXT not in record.conditions)
+            found.append(record.takes_classes and not record.takes_text)
         return torch.tensor(found)
 
     @property
     def _reads_text(self) -> Tensor:
         """Which experts read prompts as text (K,)."""
-        return torch.tensor([TEXT in one.conditions for one in self.experts.records])
+        return torch.tensor([one.takes_text for one in self.experts.records])
 
     def _reader(self, number: int) -> tuple[Any, Any] | None:
         """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""

@@ -140,7 +140,7 @@ def _completed_by(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
     found: dict[str, object] = {"noise_range": recipe.noise_range}
     if shard.vae is not None and record.vae is None:
         found |= {"vae": shard.vae, "unread_vae": None, "latent_scale": shard.vae.scale}
-    if TEXT in record.conditions and recipe.text_conditional and shard.texts is not None:
+    if record.takes_text and recipe.text_conditional and shard.texts is not None:
         if record.text_encoder is None:
             found["text_encoder"] = shard.text_encoder
         if recipe.condition_dropout:

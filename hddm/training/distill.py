@@ -80,7 +80,7 @@ class Teacher:
     @property
     def takes_text(self) -> bool:
         """Whether an expert takes the tokens of a caption."""
-        return any(TEXT in one.record.conditions for one in self.opened.experts)
+        return any(one.record.takes_text for one in self.opened.experts)
 
 
 def open_teacher(
@@ -171,11 +171,11 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         raise HddmError(
             f"{name}: takes {', '.join(others)}; a student can learn classes and captions alone"
         )
-    if TEXT in record.conditions and shard.texts is None:
+    if record.takes_text and shard.texts is None:
         raise HddmError(
             f"{name}: takes text, and {shard.folder} holds no tokens of captions; encode it"
         )
-    if LABELS not in record.conditions:
+    if not record.takes_classes:
         return
     labels_of_shard(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
