@@ -20,7 +20,7 @@ from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
 from hddm.experts.expert_set import ExpertSet, carrying
-from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
+from hddm.experts.loading import ensemble_of, open_ensemble, save_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.families.vaes import Vae
 from hddm.networks.offload import Offload
@@ -232,10 +232,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
         Quantized experts count with their size in int8. Raises `HddmError` for an expert that does not fit.
         """
+        if max_memory is not None or self.max_memory is not None:
+            mode = self.experts.shelf.offload
+            self.experts.offload(mode, max_memory, self._beside_experts())
         self.max_memory = max_memory
-        if max_memory is not None:
-            room = room_beside(self._beside_experts(), max_memory)
-            self.experts.offload(self.experts.shelf.offload, room)
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an ensemble folder, completely or not at all, with weights in the dtype that they run in.
