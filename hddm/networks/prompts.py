@@ -42,7 +42,7 @@ from hddm.networks.text_encoder import (
     read_tokenizer,
     refuse_half_characters,
     text_encoder_class,
-    text_encoder_facts,
+    text_encoder_record_of,
 )
 from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.files import inside, read_json, write_json
@@ -194,7 +194,7 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
-def texts_facts(
+def texts_record_of(
     folder: Path, tokenizer: Path | None = None, variant: str | None = None
 ) -> TextEncoderRecord:
     """Identity of a text encoder with its ``tokenizer``, or of a folder of prompts; raises as `read_texts`.
@@ -203,14 +203,14 @@ def texts_facts(
     """
     if (pipeline := several_in(folder)) is None:
         assert tokenizer is not None
-        return text_encoder_facts(folder, read_tokenizer(tokenizer).model_max_length, variant)
+        return text_encoder_record_of(folder, read_tokenizer(tokenizer).model_max_length, variant)
     refuse_other_parts(folder, pipeline)
     family, records = prompts_of(pipeline), []
     for name, kind in encoder_classes(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
-            records.append(text_encoder_facts(folder / name, limit, variant, kind))
+            records.append(text_encoder_record_of(folder / name, limit, variant, kind))
     clip, last = records[0], records[-1]
     of_empty = str(zeros_in(folder)) if family.has_zeros_key else ""
     joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
@@ -265,7 +265,7 @@ class PipelineText:
         found = self.components
         if not found:
             return None
-        return texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant)
+        return texts_record_of(found["text_encoder"], found.get("tokenizer"), self.variant)
 
     @property
     def components(self) -> dict[str, Path]:
@@ -285,8 +285,8 @@ class PipelineText:
         if self.folder is None or self.missing:
             return None
         if several_in(self.folder) is not None:
-            facts = self.record if zeros_in(self.folder) else None
-            return None if facts is None else torch.zeros(facts.tokens, facts.width)
+            record = self.record if zeros_in(self.folder) else None
+            return None if record is None else torch.zeros(record.tokens, record.width)
         folder = self.folder / "text_encoder"
         if text_encoder_class(read_json(folder / "config.json")) == T5:
             return None

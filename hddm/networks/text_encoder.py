@@ -162,7 +162,7 @@ def read_text_encoder(
     return model.requires_grad_(False)
 
 
-def text_encoder_facts(
+def text_encoder_record_of(
     folder: Path, tokens: object, variant: str | None = None, kind: str | None = None
 ) -> TextEncoderRecord:
     """Identity of the text encoder in ``folder``, read as ``kind``; raises as `read_text_encoder`.

@@ -28,7 +28,7 @@ from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
 from hddm.networks.families.pixart import PIXART
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import read_texts, texts_facts
+from hddm.networks.prompts import read_texts, texts_record_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, refusal, seal
@@ -223,7 +223,7 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     pipe.text_encoder_2.text_projection.weight.data.mul_(2)
     pipe.save_pretrained(tmp_path / "projection")
     folders = (tmp_path / "one", tmp_path / "zeros" / "one", tmp_path / "projection")
-    assert len({texts_facts(folder).fingerprint for folder in folders}) == 3
+    assert len({texts_record_of(folder).fingerprint for folder in folders}) == 3
 
 
 @pytest.mark.parametrize(
