@@ -24,10 +24,10 @@ from hddm.networks.components import read_config
 from hddm.networks.encoders import replaced_by
 from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae
-from hddm.networks.prompts import several_in, texts_record_of
+from hddm.networks.prompts import refuse_without_tokenizer, several_in, texts_record_of
 from hddm.networks.vae import vae_record_of
 from hddm.prompt_router import Topic
-from hddm.utils.errors import UsageError, an
+from hddm.utils.errors import an
 from hddm.utils.files import inside
 
 _LATENT_CHANNELS = 4
@@ -158,9 +158,7 @@ def _arrange_texts(
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
 ) -> tuple[dict[str, Path], list[Expert]]:
-    is_whole = "text_encoder" in given and several_in(given["text_encoder"]) is not None
-    if not is_whole and ("text_encoder" in given) != ("tokenizer" in given):
-        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
+    refuse_without_tokenizer(given.get("text_encoder"), given.get("tokenizer"))
     named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
     owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
     known = [one for one in (named, *owned, *mine) if one is not None]

@@ -44,7 +44,7 @@ from hddm.networks.text_encoder import (
     text_encoder_class,
     text_encoder_record_of,
 )
-from hddm.utils.errors import HddmError, an, one_line
+from hddm.utils.errors import HddmError, UsageError, an, one_line
 from hddm.utils.files import inside, read_json, write_json
 
 ZEROS = "force_zeros_for_empty_prompt"
@@ -72,6 +72,13 @@ def several_in(folder: Path) -> str | None:
     """The `class_in` a folder if that is a pipeline with several text encoders, else None."""
     known = pipelines().get(class_in(folder) or "")
     return None if known is None or known.prompts is None else known.name
+
+
+def refuse_without_tokenizer(text_encoder: Path | None, tokenizer: Path | None) -> None:
+    """Raise a `UsageError` for one without the other; a folder of prompts has tokenizers inside."""
+    is_whole = text_encoder is not None and several_in(text_encoder) is not None
+    if not is_whole and (text_encoder is None) != (tokenizer is None):
+        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
 
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
