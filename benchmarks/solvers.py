@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 
 import hddm
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS
 from hddm.sampling import time_grid
 from hddm.solvers import SOLVERS, Velocity
 

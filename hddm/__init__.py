@@ -5,26 +5,12 @@ x_t = alpha_t x_0 + sigma_t eps;  t runs from 0 (data) to 1 (noise);  velocity =
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hddm.utils.errors import HddmError as HddmError
 
-if TYPE_CHECKING:
-    from hddm import schedules
-    from hddm.checkpoints.convert import convert as convert
-    from hddm.data.partition import partition as partition
-    from hddm.ensemble import Ensemble as Ensemble
-    from hddm.evaluation.evaluate import evaluate as evaluate
-    from hddm.experts.assembly import assemble as assemble
-    from hddm.experts.loading import load as load
-    from hddm.pipelines.drop_in import drop_in as drop_in
-    from hddm.pipelines.pipeline import HDDMPipeline as HDDMPipeline
-    from hddm.pipelines.samples import sample_to_folder as sample_to_folder
-    from hddm.sampling import sample as sample
-    from hddm.training.train import train as train
-    from hddm.velocity import VelocityField as VelocityField
-
-# torch and diffusers take seconds to import, and reading a record or a mistyped option needs neither.
+# torch and diffusers take seconds to import, and reading a record or a mistyped option needs neither. Type
+# checkers and editors read `__init__.pyi` instead.
 _HOMES = {
     "Ensemble": "hddm.ensemble",
     "HDDMPipeline": "hddm.pipelines.pipeline",

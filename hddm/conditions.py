@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hddm.condition_names import LABELS as LABELS
 from hddm.guidance import Guidance
 from hddm.networks.families import sample_settings
 from hddm.utils.errors import HddmError, did_you_mean

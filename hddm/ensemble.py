@@ -29,13 +29,8 @@ import torch
 from torch import Tensor
 
 from hddm.choice import Choice
-from hddm.conditions import (
-    LABELS,
-    Inputs,
-    check_names,
-    check_negative,
-    check_rows,
-)
+from hddm.condition_names import LABELS
+from hddm.conditions import Inputs, check_names, check_negative, check_rows
 from hddm.fit import Findings, compare
 from hddm.guidance import Guidance
 from hddm.networks.offload import in_best_order

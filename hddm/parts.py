@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hddm.classes import JointClasses, check_label_range, join_classes
-from hddm.conditions import LABELS, can_guide
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import can_guide
 from hddm.fit import Candidate, Findings, are_alike, compare_kinds
 from hddm.guidance import Guidance
 from hddm.networks.families import sample_settings
@@ -29,7 +30,7 @@ from hddm.utils.errors import HddmError, UsageError, one_line
 from hddm.utils.tensors import to_float64, within
 from hddm.velocity import VelocityField
 
-_OPTIONS = {TEXT_CONDITIONS[0]: "`prompt` or ", LABELS: "`class_labels` or "}
+_OPTIONS = {TEXT: "`prompt` or ", LABELS: "`class_labels` or "}
 """Other options that provide a condition."""
 
 

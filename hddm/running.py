@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hddm.choice import Choice
-from hddm.conditions import LABELS, Conditions, Inputs, check_names
+from hddm.condition_names import LABELS
+from hddm.conditions import Conditions, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from hddm.choice import Choice
 from hddm.classes import class_indices
-from hddm.conditions import LABELS, Conditions, check_names, check_negative, check_rows
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import Conditions, check_names, check_negative, check_rows
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
 from hddm.networks.offload import is_offloaded
-from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -35,6 +35,7 @@ from hddm.solvers import (
     solver_named,
     unchanged,
 )
+from hddm.strategies import refuse_void, void_since
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
@@ -105,15 +106,9 @@ def check_effects(
     Values that are the defaults are no choice of anybody, and always accepted; ``strategy`` is None for the
     model's own.
     """
-    reason = ""
-    if model.num_domains == 1:
-        reason = (
-            "there is one expert"
-            if len(model.experts) == 1
-            else "the noise level chooses the expert"
-        )
-    if strategy is not None and reason:
-        raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")
+    if strategy is not None:
+        refuse_void(strategy, len(model.experts), model.num_domains)
+    reason = void_since(len(model.experts), model.num_domains)
     if expert is not None:
         reason = f"`expert` {expert} is chosen"
     elif model.strategy == "draw" and not reason:
@@ -121,9 +116,10 @@ def check_effects(
     if router_every != 1 and reason:
         raise HddmError(f"`router_every` {router_every}: no router runs, since {reason}; drop it")
     if guidance.scale == 1:
+        plain = Guidance(1.0)
         for field, option in OPTIONS.items():
             value = getattr(guidance, field)
-            if value != getattr(Guidance(1.0), field):
+            if value != getattr(plain, field):
                 text = "has no effect at `guidance_scale` 1; set a scale, or drop it"
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise HddmError(f"`{option}` {shown}: {text}")
@@ -284,7 +280,7 @@ def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str |
     if not given or is_known or len(usable) < 2:
         return None
     text = "decide which expert makes an image, only the shares do"
-    if TEXT_CONDITIONS[0] not in given:
+    if TEXT not in given:
         return f"{', '.join(sorted(given))} do not {text}"
     if any(part.topic is not None for part in model.parts):
         return f"the prompt does not {text}; descriptions of experts need it as text, not as embeddings"

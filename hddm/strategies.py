@@ -100,3 +100,19 @@ class Strategy:
                 )
         kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
         return kept / kept.sum(1, keepdim=True)
+
+
+def void_since(num_experts: int, num_domains: int) -> str:
+    """Why no strategy has an effect on these experts; empty where one has."""
+    if num_domains > 1:
+        return ""
+    if num_experts > 1:
+        return "the noise level chooses the expert"
+    return "there is one expert"
+
+
+def refuse_void(strategy: str, num_experts: int, num_domains: int) -> None:
+    """Raise an `HddmError` for a ``strategy`` that has no effect on these experts."""
+    reason = void_since(num_experts, num_domains)
+    if reason:
+        raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")

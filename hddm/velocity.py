@@ -36,7 +36,8 @@ from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
 from hddm.classes import check_label_range
-from hddm.conditions import LABELS, Inputs, can_guide, check_names, check_negative, check_rows
+from hddm.condition_names import LABELS
+from hddm.conditions import Inputs, can_guide, check_names, check_negative, check_rows
 from hddm.guidance import Guidance as Guidance
 from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import declared_shape, missing_from

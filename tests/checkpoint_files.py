@@ -197,10 +197,10 @@ def written_back(hddm: Command, expert: Path, out: Path, layout: str) -> Path:
     return out
 
 
-def facts_of(expert: Path) -> dict[str, Any]:
+def record_of(expert: Path) -> dict[str, Any]:
     """The content of ``expert.json``."""
-    facts: dict[str, Any] = json.loads((expert / "expert.json").read_text())
-    return facts
+    record: dict[str, Any] = json.loads((expert / "expert.json").read_text())
+    return record
 
 
 def refused(hddm: Command, source: Path, *options: object, out: Path | None = None) -> str:

@@ -31,8 +31,13 @@ from hddm.experts.records import read_router
 from hddm.experts.topics import describe_topic
 from hddm.inspection.folders import inspected
 from hddm.networks.prompts import PipelineText
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
-from hddm.networks.vae import decode, read_vae, vae_facts
+from hddm.networks.text_encoder import (
+    embed,
+    read_text_encoder,
+    read_tokenizer,
+    text_encoder_record_of,
+)
+from hddm.networks.vae import decode, read_vae, vae_record_of
 from hddm.settings import Conversion
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
@@ -259,14 +264,14 @@ def _read_clip(folder: Path) -> None:
         read_tokenizer(folder / "tokenizer"),
     )
     embed(encoder, tokenizer, ["a cat and a dog"])
-    text_encoder_facts(folder / "text_encoder", 77)
+    text_encoder_record_of(folder / "text_encoder", 77)
     text = PipelineText(folder)
     _ = text.record
     text.empty_prompt()
 
 
 def _read_vae(folder: Path) -> None:
-    vae_facts(folder)
+    vae_record_of(folder)
     decode(read_vae(folder), torch.zeros(1, 4, 4, 4))
 
 

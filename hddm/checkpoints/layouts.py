@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
+from hddm.condition_names import LABELS, TEXT
 from hddm.networks.encoders import STABLE_DIFFUSION_SCALE
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Family
@@ -311,7 +312,7 @@ def _dit_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
     def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
         own, patch = _Dit(weights, x), config["patch_size"]
         h = own.tokens(x, patch) + own.get("pos_embed")
-        label = own.get("y_embedder.embedding_table.weight")[conditions["class_labels"]]
+        label = own.get("y_embedder.embedding_table.weight")[conditions[LABELS]]
         c = F.silu(own.times(timestep, "t_embedder") + label)[:, None]
         for n in range(config["depth"]):
             modulation = own.affine(c, f"blocks.{n}.adaLN_modulation.1").chunk(6, -1)
@@ -343,7 +344,7 @@ def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
                 embedded.append(own.times(values, name).view(len(x), -1))
             c = c + torch.cat(embedded, 1)
         shared = own.affine(F.silu(c), "t_block.1").unflatten(-1, (6, -1))
-        given = conditions["encoder_hidden_states"].to(x.dtype)
+        given = conditions[TEXT].to(x.dtype)
         text = own.perceptron(given, "y_embedder.y_proj.fc1", "y_embedder.y_proj.fc2", _gelu)
         for n in range(config["num_layers"]):
             modulation = (own.get(f"blocks.{n}.scale_shift_table") + shared).chunk(6, 1)
@@ -386,5 +387,5 @@ PIXART_ORIGINAL = FileLayout(
     forward=_pixart_forward,
     declared=_pixart_declared,
     scheduler=LINEAR_BETAS,
-    nulls={"encoder_hidden_states": NULL_TEXT},
+    nulls={TEXT: NULL_TEXT},
 )

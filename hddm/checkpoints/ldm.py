@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
+from hddm.condition_names import TEXT, TEXT_EMBEDS
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
@@ -27,6 +28,8 @@ EMA = "model_ema."
 # Parts of such a file that a velocity field does not need.
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 _GROUPS = 32
+_SIZES, _SIZE_WIDTH = 6, 256
+"""Numbers on the size and crop of a picture that XL takes, and the width to which it embeds each."""
 _SD, _XL = (320, 640, 1280, 1280), (320, 640, 1280)
 # Heads by widths, width of the text and whether projections are linear: Stable Diffusion 1, 2 and XL.
 _HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
@@ -164,13 +167,25 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
         "attention_head_dim": unet_heads(channels, context, is_linear, reading.num_heads, origin),
     }
     if "label_emb.0.0.weight" in unet:
-        width = shape_of(unet, "label_emb.0.0.weight", 2, origin)[1]
         result |= {
             "addition_embed_type": "text_time",
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": width,
+            "addition_time_embed_dim": _SIZE_WIDTH,
+            "projection_class_embeddings_input_dim": _added_width(unet, origin),
         }
     return result
+
+
+def _added_width(unet: Mapping[str, Tensor], origin: str) -> int:
+    """Width of the vector that Stable Diffusion XL adds: one of the text, and the embedded sizes."""
+    name = "label_emb.0.0.weight"
+    width = shape_of(unet, name, 2, origin)[1]
+    sizes = _SIZES * _SIZE_WIDTH
+    if width <= sizes:
+        raise HddmError(
+            f"{origin}: {UNET}{name} takes a vector of width {width}; Stable Diffusion XL's is wider than "
+            f"{sizes}, which its {_SIZES} sizes take ({_SIZE_WIDTH} each) beside the text"
+        )
+    return width
 
 
 def unet_heads(
@@ -258,7 +273,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
     def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
         own = _Unet(weights, x)
-        text = conditions["encoder_hidden_states"].to(x.dtype)
+        text = conditions[TEXT].to(x.dtype)
         width = weights["input_blocks.0.0.weight"].shape[0]
         emb = own.perceptron(own.waves(timestep, width), "time_embed.0", "time_embed.2", F.silu)
         if own.has("label_emb.0.0"):
@@ -266,7 +281,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
             each = own.waves(sizes.flatten(), config["addition_time_embed_dim"]).view(
                 len(sizes), -1
             )
-            given = torch.cat([conditions["text_embeds"].to(x.dtype), each], 1)
+            given = torch.cat([conditions[TEXT_EMBEDS].to(x.dtype), each], 1)
             emb = emb + own.perceptron(given, "label_emb.0.0", "label_emb.0.2", F.silu)
         h, level = own.conv(x, "input_blocks.0.0"), 0
         skips = [h]

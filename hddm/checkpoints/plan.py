@@ -343,7 +343,7 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         lines.append(
             f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens"
         )
-    elif TEXT in record.conditions:
+    elif record.takes_text:
         lines.append(f"text encoder: not recorded, since {source.text.missing}")
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))

@@ -23,7 +23,13 @@ from hddm.networks.components import MODEL_INDEX
 from hddm.networks.families import Family
 from hddm.networks.families.family import Pipeline
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import encoder_classes, index_content, several_in, texts_facts, zeros_in
+from hddm.networks.prompts import (
+    encoder_classes,
+    index_content,
+    several_in,
+    texts_record_of,
+    zeros_in,
+)
 from hddm.prompt_router import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
@@ -110,7 +116,7 @@ def _text_encoder_of(folder: Path, record: ExpertRecord) -> TextEncoderRecord | 
     """The text encoder that an expert was trained with; where that is not recorded, the one that it has."""
     parts = components_of(folder)
     if record.text_encoder is None and "text_encoder" in parts:
-        return texts_facts(parts["text_encoder"], parts.get("tokenizer"))
+        return texts_record_of(parts["text_encoder"], parts.get("tokenizer"))
     return record.text_encoder
 
 

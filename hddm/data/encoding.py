@@ -44,9 +44,9 @@ from hddm.networks.text_encoder import (
     embed,
     read_text_encoder,
     read_tokenizer,
-    text_encoder_facts,
+    text_encoder_record_of,
 )
-from hddm.networks.vae import encode, read_vae, scale_of, vae_facts
+from hddm.networks.vae import encode, read_vae, scale_of, vae_record_of
 from hddm.settings import EncodingSettings
 from hddm.utils.errors import HddmError, UsageError, an
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
@@ -296,7 +296,7 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
     network, vae_record = None, None
     if vae is not None:
         network = read_vae(vae)
-        vae_record = vae_facts(vae)
+        vae_record = vae_record_of(vae)
         # Not diffusers' own `to`, which warns of casts that do not happen here.
         nn.Module.to(network, device)
         factor = scale_of(network)
@@ -310,7 +310,7 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
         words = read_tokenizer(tokenizer)
-        text_record = text_encoder_facts(text_encoder, words.model_max_length)
+        text_record = text_encoder_record_of(text_encoder, words.model_max_length)
         if text_record.kind != CLIP:
             raise HddmError(
                 f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}"

@@ -24,10 +24,10 @@ from hddm.networks.components import read_config
 from hddm.networks.encoders import replaced_by
 from hddm.networks.families import families
 from hddm.networks.identity import TextEncoderRecord, UnreadVae
-from hddm.networks.prompts import several_in, texts_facts
-from hddm.networks.vae import vae_facts
+from hddm.networks.prompts import refuse_without_tokenizer, several_in, texts_record_of
+from hddm.networks.vae import vae_record_of
 from hddm.prompt_router import Topic
-from hddm.utils.errors import UsageError, an
+from hddm.utils.errors import an
 from hddm.utils.files import inside
 
 _LATENT_CHANNELS = 4
@@ -112,13 +112,13 @@ def _arrange_vaes(
 
 def _is_of(space: Hashable, folder: Path) -> bool:
     """True for the VAE of latents of this identity, or one that could be it."""
-    vae = vae_facts(folder)
+    vae = vae_record_of(folder)
     return space.misfit(vae) is None if isinstance(space, UnreadVae) else vae == space
 
 
 def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> None:
     """Compare a VAE with what experts of its latents record."""
-    vae, name = vae_facts(folder), str(folder)
+    vae, name = vae_record_of(folder), str(folder)
     channels = read_config(folder).get("latent_channels", _LATENT_CHANNELS)
     for one in experts:
         record = one.record
@@ -158,9 +158,7 @@ def _arrange_texts(
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
 ) -> tuple[dict[str, Path], list[Expert]]:
-    is_whole = "text_encoder" in given and several_in(given["text_encoder"]) is not None
-    if not is_whole and ("text_encoder" in given) != ("tokenizer" in given):
-        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
+    refuse_without_tokenizer(given.get("text_encoder"), given.get("tokenizer"))
     named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
     owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
     known = [one for one in (named, *owned, *mine) if one is not None]
@@ -221,4 +219,4 @@ def _text_encoder(components: Mapping[str, Path], number: int = 0) -> _TextEncod
     tokenizer = components.get(numbered("tokenizer", number))
     if folder is None or (tokenizer is None and several_in(folder) is None):
         return None
-    return _TextEncoder(folder, tokenizer, texts_facts(folder, tokenizer))
+    return _TextEncoder(folder, tokenizer, texts_record_of(folder, tokenizer))

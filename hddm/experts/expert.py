@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
+from hddm.condition_names import LABELS
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
 from hddm.experts.lora import ADAPTER_FILES, Merged, base_of
 from hddm.experts.records import (
@@ -160,7 +161,7 @@ def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[Mode
 
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
     """Value of no class, by network keyword."""
-    return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
+    return {} if null_class is None else {LABELS: torch.tensor(null_class)}
 
 
 def save_expert(

@@ -1,7 +1,7 @@
 """The experts of an ensemble as one module, a diffusers component whose weights are read on demand."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,17 +100,19 @@ class ExpertSet(nn.Module):
             field.classes = expert.classes
         return fields
 
-    def offload(self, mode: Offload, budget: int | None = None) -> None:
-        """Change how long weights stay on the device; see `hddm.networks.offload`. Idempotent.
+    def offload(
+        self, mode: Offload, max_memory: int | None = None, beside: Iterable[nn.Module] = ()
+    ) -> None:
+        """Change how long weights stay on the device, as `hddm.networks.offload.Shelf` has it. Idempotent.
 
-        Raises `HddmError` for an unknown mode, a budget below an expert's size, and ``disk`` for experts in
-        memory.
+        Raises `HddmError` for an unknown mode, a limit that an expert does not fit into, and ``disk`` for
+        experts in memory.
         """
         if mode == "disk" and any(expert.folder is None for expert in self._experts):
             raise HddmError(
                 "offload disk: these experts are in memory only; load them from folders"
             )
-        shelf = Shelf(mode, budget)
+        shelf = Shelf(mode, max_memory, beside)
         shelf.together = self._together
         for network in self._networks:
             shelf.add(network)

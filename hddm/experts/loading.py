@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import router_outputs
@@ -112,9 +112,7 @@ class OpenedEnsemble:
         max_memory: int | None = None,
     ) -> ExpertSet:
         """The experts on their own shelf; the router takes its part of ``max_memory`` first."""
-        if max_memory is not None:
-            max_memory = room_beside([] if self.router is None else [self.router], max_memory)
-        shelf = Shelf(offload, max_memory)
+        shelf = Shelf(offload, max_memory, [] if self.router is None else [self.router])
         return ExpertSet(self.experts, dtype, device, shelf, self.record, self.topics)
 
     def on(
@@ -226,17 +224,6 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
         experts = [experts[k] for k in chosen]
     components = {name: name for name in KEPT if inside(folder, name).is_dir()}
     return OpenedEnsemble(decided(experts, record.experts), router, record, components)
-
-
-def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
-    """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
-    taken = 0
-    for model in models:
-        taken += sum(p.numel() * p.element_size() for p in model.parameters())
-    if taken >= max_memory:
-        alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
-        raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")
-    return max_memory - taken
 
 
 def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ensemble:

@@ -19,14 +19,15 @@ from typing import Any
 
 from torch import Tensor
 
+from hddm.condition_names import TEXT
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.expert import Expert
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import Unread, unread
-from hddm.networks.text_encoder import text_encoder_facts
+from hddm.networks.text_encoder import text_encoder_record_of
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import vae_facts
+from hddm.networks.vae import vae_record_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json
@@ -154,10 +155,10 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
         "sample_shape": (arguments["in_channels"], side, side),
         "space": "latents",
         "latent_scale": LATENT_SCALE,
-        "vae": None if vae is None else vae_facts(vae),
-        "text_encoder": None if encoder is None else text_encoder_facts(encoder, TOKENS),
+        "vae": None if vae is None else vae_record_of(vae),
+        "text_encoder": None if encoder is None else text_encoder_record_of(encoder, TOKENS),
         "shift": (scheduler or {}).get("shift", 1.0),
-        "conditions": ("encoder_hidden_states",),
+        "conditions": (TEXT,),
         "weights": "unstated",
         # Hashing 20 GB would take longer than reading them.
         "source": SourceRecord(

@@ -150,9 +150,10 @@ def _weights_of(experts: Sequence[Expert], domains: Sequence[int], found: Findin
     sharers = Counter(domains)
     sizes = {k: size / sharers[domains[k]] for k, size in sizes.items()}
     rest, total = 1 - math.fsum(fixed.values()), sum(sizes.values())
+    weights = dict(fixed)
     for k, size in sizes.items():
-        fixed[k] = rest * size / total
-    return [fixed[k] for k in range(len(experts))]
+        weights[k] = rest * size / total
+    return [weights[k] for k in range(len(experts))]
 
 
 def _class_shares_of(

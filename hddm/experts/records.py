@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.condition_names import LABELS, TEXT
 from hddm.experts.lora import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
 from hddm.networks.folders import WEIGHTS, Unread, unread_network
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
@@ -159,12 +160,12 @@ class ExpertRecord(Record):
     @property
     def takes_text(self) -> bool:
         """True for an expert of prompts."""
-        return "encoder_hidden_states" in self.conditions
+        return TEXT in self.conditions
 
     @property
     def takes_classes(self) -> bool:
         """True for an expert of classes."""
-        return "class_labels" in self.conditions
+        return LABELS in self.conditions
 
     @property
     def latent_space(self) -> VaeRecord | UnreadVae | None:

@@ -35,7 +35,7 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
             ("scale", vae.scale, record.latent_scale, remedy),
         ]
     encoder = shard.text_encoder
-    if encoder is not None and TEXT in record.conditions:
+    if encoder is not None and record.takes_text:
         remedy = "encode with the text encoder that the expert was trained with"
         width = {"width": text_width(network)}
         known = width if record.text_encoder is None else vars(record.text_encoder)

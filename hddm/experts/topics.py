@@ -11,7 +11,7 @@ from torch import Tensor
 from hddm.data.shard_records import captions_of, read_images_manifest
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_record, replace_file
 from hddm.experts.records import read_expert_record
-from hddm.networks.prompts import read_texts, several_in, texts_facts
+from hddm.networks.prompts import read_texts, refuse_without_tokenizer, several_in, texts_record_of
 from hddm.networks.text_encoder import embed, read_tokenizer
 from hddm.prompt_router import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
@@ -64,7 +64,9 @@ def describe_topic(
             embedded.append(made.pooled)
             progress(len(batch))
     # Topics compare one vector per caption, which several text encoders make narrower than their tokens.
-    encoder_record = texts_facts(encoder, words).model_copy(update={"width": embedded[0].shape[1]})
+    encoder_record = texts_record_of(encoder, words).model_copy(
+        update={"width": embedded[0].shape[1]}
+    )
     topic = topic_of(torch.cat(embedded), list(counts.values()))
     known = TopicRecord(
         count=len(texts), source=source, variance=topic.variance, text_encoder=encoder_record
@@ -126,10 +128,7 @@ def _encoder(
     folder: Path, text_encoder: Path | None, tokenizer: Path | None
 ) -> tuple[Path, Path | None]:
     """Folders of the text encoder and its tokenizer; a folder of prompts has the latter inside."""
-    if text_encoder is not None and tokenizer is None and several_in(text_encoder) is not None:
-        return text_encoder, None
-    if (text_encoder is None) != (tokenizer is None):
-        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
+    refuse_without_tokenizer(text_encoder, tokenizer)
     if text_encoder is not None:
         return text_encoder, tokenizer
     for place in (folder, ensemble_around(folder.resolve())):

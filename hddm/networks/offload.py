@@ -31,16 +31,22 @@ Tensors = Mapping[str, Tensor]
 class Shelf:
     """Room on the device for the weights of several networks.
 
-    ``budget`` limits the bytes of weights on the device; by default, unless ``offload`` is none, it fits the
-    largest network, or the two largest where an expert runs ``together`` with its weak model. Raises
-    `UsageError` for a budget without offload.
+    ``max_memory`` limits the bytes of all weights on the device, of which ``beside`` take their part first:
+    models that stay there. By default, unless ``offload`` is none, there is room for the largest network, or
+    for the two largest where an expert runs ``together`` with its weak model. Raises `HddmError` if the
+    others leave no room, and `UsageError` for a limit without offload.
     """
 
-    def __init__(self, offload: Offload = "none", budget: int | None = None) -> None:
-        if offload == "none" and budget is not None:
-            raise UsageError("`max_memory` needs `offload` ram or disk")
+    def __init__(
+        self,
+        offload: Offload = "none",
+        max_memory: int | None = None,
+        beside: Iterable[nn.Module] = (),
+    ) -> None:
         self.offload = offload
-        self._budget = budget
+        self._limit = None if max_memory is None else _room_beside(beside, max_memory)
+        if offload == "none" and max_memory is not None:
+            raise UsageError("`max_memory` needs `offload` ram or disk")
         self.together = 1
         self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
@@ -53,9 +59,9 @@ class Shelf:
 
     @property
     def budget(self) -> int | None:
-        """Limit of the bytes of weights on the device, None for no limit."""
-        if self.offload == "none" or self._budget is not None:
-            return self._budget
+        """Limit of the bytes of these networks on the device, None for no limit."""
+        if self.offload == "none" or self._limit is not None:
+            return self._limit
         return sum(sorted(network.size for network in self._networks)[-self.together :])
 
     def bring(self, network: "StoredNetwork") -> None:
@@ -82,10 +88,21 @@ class Shelf:
         return network in self._present
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
-        if self._budget is not None and network.size > self._budget:
-            left = f"`max_memory` leaves {self._budget / 1e6:.1f} MB for experts"
+        if self._limit is not None and network.size > self._limit:
+            left = f"`max_memory` leaves {self._limit / 1e6:.1f} MB for experts"
             text = f"its weights take {network.size / 1e6:.1f} MB, and {left}"
             raise HddmError(f"{network.origin}: {text}; raise it, or use a smaller dtype")
+
+
+def _room_beside(models: Iterable[nn.Module], max_memory: int) -> int:
+    """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
+    taken = 0
+    for model in models:
+        taken += sum(p.numel() * p.element_size() for p in model.parameters())
+    if taken >= max_memory:
+        alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
+        raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")
+    return max_memory - taken
 
 
 class StoredNetwork(nn.Module):

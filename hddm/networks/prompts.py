@@ -33,6 +33,7 @@ from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
     STEM,
     Embedded,
+    checked_embedding,
     class_stated,
     cuts,
     embed,
@@ -40,11 +41,10 @@ from hddm.networks.text_encoder import (
     read_text_encoder,
     read_tokenizer,
     refuse_half_characters,
-    refuse_non_finite_tokens,
     text_encoder_class,
-    text_encoder_facts,
+    text_encoder_record_of,
 )
-from hddm.utils.errors import HddmError, an, one_line
+from hddm.utils.errors import HddmError, UsageError, an, one_line
 from hddm.utils.files import inside, read_json, write_json
 
 ZEROS = "force_zeros_for_empty_prompt"
@@ -72,6 +72,13 @@ def several_in(folder: Path) -> str | None:
     """The `class_in` a folder if that is a pipeline with several text encoders, else None."""
     known = pipelines().get(class_in(folder) or "")
     return None if known is None or known.prompts is None else known.name
+
+
+def refuse_without_tokenizer(text_encoder: Path | None, tokenizer: Path | None) -> None:
+    """Raise a `UsageError` for one without the other; a folder of prompts has tokenizers inside."""
+    is_whole = text_encoder is not None and several_in(text_encoder) is not None
+    if not is_whole and (text_encoder is None) != (tokenizer is None):
+        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
 
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
@@ -126,8 +133,8 @@ class PromptEncoders(nn.Module):
     ) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
-        Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for tokens that
-        are not finite.
+        Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for what is not
+        finite.
         """
         family, texts = self.prompts, list(prompts)
         for text in texts:
@@ -154,8 +161,7 @@ class PromptEncoders(nn.Module):
         if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
-        refuse_non_finite_tokens(tokens)
-        return Embedded({TEXT: tokens, family.pooled: pooled}, pooled)
+        return checked_embedding(Embedded({TEXT: tokens, family.pooled: pooled}, pooled))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the parts into ``folder``."""
@@ -195,7 +201,7 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
-def texts_facts(
+def texts_record_of(
     folder: Path, tokenizer: Path | None = None, variant: str | None = None
 ) -> TextEncoderRecord:
     """Identity of a text encoder with its ``tokenizer``, or of a folder of prompts; raises as `read_texts`.
@@ -204,14 +210,14 @@ def texts_facts(
     """
     if (pipeline := several_in(folder)) is None:
         assert tokenizer is not None
-        return text_encoder_facts(folder, read_tokenizer(tokenizer).model_max_length, variant)
+        return text_encoder_record_of(folder, read_tokenizer(tokenizer).model_max_length, variant)
     refuse_other_parts(folder, pipeline)
     family, records = prompts_of(pipeline), []
     for name, kind in encoder_classes(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
-            records.append(text_encoder_facts(folder / name, limit, variant, kind))
+            records.append(text_encoder_record_of(folder / name, limit, variant, kind))
     clip, last = records[0], records[-1]
     of_empty = str(zeros_in(folder)) if family.has_zeros_key else ""
     joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
@@ -266,7 +272,7 @@ class PipelineText:
         found = self.components
         if not found:
             return None
-        return texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant)
+        return texts_record_of(found["text_encoder"], found.get("tokenizer"), self.variant)
 
     @property
     def components(self) -> dict[str, Path]:
@@ -286,8 +292,8 @@ class PipelineText:
         if self.folder is None or self.missing:
             return None
         if several_in(self.folder) is not None:
-            facts = self.record if zeros_in(self.folder) else None
-            return None if facts is None else torch.zeros(facts.tokens, facts.width)
+            record = self.record if zeros_in(self.folder) else None
+            return None if record is None else torch.zeros(record.tokens, record.width)
         folder = self.folder / "text_encoder"
         if text_encoder_class(read_json(folder / "config.json")) == T5:
             return None

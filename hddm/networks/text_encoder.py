@@ -162,7 +162,7 @@ def read_text_encoder(
     return model.requires_grad_(False)
 
 
-def text_encoder_facts(
+def text_encoder_record_of(
     folder: Path, tokens: object, variant: str | None = None, kind: str | None = None
 ) -> TextEncoderRecord:
     """Identity of the text encoder in ``folder``, read as ``kind``; raises as `read_text_encoder`.
@@ -173,7 +173,7 @@ def text_encoder_facts(
     return TextEncoderRecord(
         kind=getattr(model.config, PIPELINE, type(model).__name__),
         fingerprint=fingerprint(weights),
-        tokens=prompt_length(tokens, _positions(model.config)),
+        tokens=prompt_length(tokens, model.config),
         width=model.config.hidden_size,
     )
 
@@ -203,7 +203,7 @@ def embed(
     Longer ones are cut, with a warning that names what was left out. PixArt's are encoded in lower case.
     Raises `HddmError` for tokens that the encoder lacks.
     """
-    length = prompt_length(tokenizer.model_max_length, _positions(text_encoder.config))
+    length = prompt_length(tokenizer.model_max_length, text_encoder.config)
     if hasattr(text_encoder.config, PIPELINE):
         prompts = [prompt.lower().strip() for prompt in prompts]
     for prompt in prompts:
@@ -220,12 +220,11 @@ def embed(
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
     with torch.no_grad():
         tokens: Tensor = text_encoder(ids.to(device), **masked)[0]
-    refuse_non_finite_tokens(tokens)
     if is_clip:
         ends = end_of_text(ids, tokenizer).to(device)
-        return Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends])
+        return checked_embedding(Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends]))
     found = {TEXT: tokens, TEXT_MASK: mask.to(device)}
-    return Embedded(found, mean_of_text(tokens, mask))
+    return checked_embedding(Embedded(found, mean_of_text(tokens, mask)))
 
 
 def end_of_text(ids: Tensor, tokenizer: Any) -> Tensor:
@@ -248,10 +247,12 @@ def _tokenized(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
     )
 
 
-def refuse_non_finite_tokens(tokens: Tensor) -> None:
-    """Raise an `HddmError` for hidden states with NaN or Inf."""
-    if not tokens.isfinite().all():
-        raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
+def checked_embedding(embedded: Embedded) -> Embedded:
+    """The same encoded prompts; `HddmError` for hidden states or vectors with NaN or Inf."""
+    for name, one in (("tokens", embedded.tokens), ("vectors of prompts", embedded.pooled)):
+        if not one.isfinite().all():
+            raise HddmError(f"the text encoder's {name} hold NaN or Inf; run it in float32")
+    return embedded
 
 
 def refuse_half_characters(text: str, name: str) -> None:
@@ -280,14 +281,16 @@ def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int,
     return found
 
 
-def _positions(config: Any) -> int:
+def prompt_length(limit: object, config: Any) -> int:
+    """Tokens per prompt for the encoder of a ``config``.
+
+    They are those of its pipeline, whatever the tokenizer says, where its config names one (`PIPELINE`), and
+    else the tokenizer's ``limit`` (``model_max_length``), at most the encoder's positions.
+    """
     pipeline = pipelines().get(str(getattr(config, PIPELINE, "")))
-    of_t5 = T5_TOKENS if pipeline is None or pipeline.t5_tokens is None else pipeline.t5_tokens
-    return getattr(config, "max_position_embeddings", None) or of_t5
-
-
-def prompt_length(limit: object, positions: int) -> int:
-    """Tokens per prompt: the tokenizer's ``model_max_length``, limited by the encoder's positions."""
+    if pipeline is not None and pipeline.t5_tokens is not None:
+        return pipeline.t5_tokens
+    positions: int = getattr(config, "max_position_embeddings", None) or T5_TOKENS
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
 

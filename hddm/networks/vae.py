@@ -43,7 +43,7 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "Vae":
     return network
 
 
-def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
+def vae_record_of(folder: Path, variant: str | None = None) -> VaeRecord:
     """Identity of the latent space of the VAE in ``folder``, preferably from its file of ``variant``.
 
     Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
@@ -59,9 +59,9 @@ def _encoder_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | UnreadVae:
-    """As `vae_facts`; of a VAE that cannot be read, its class and content as far as they can be."""
+    """As `vae_record_of`; of a VAE that cannot be read, its class and content as far as they can be."""
     try:
-        return vae_facts(folder, variant)
+        return vae_record_of(folder, variant)
     except HddmError as error:
         return _unread(
             folder, variant, one_line(error.message.replace(str(folder), folder.name), 300)

@@ -24,12 +24,13 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from hddm.choice import Choice
-from hddm.conditions import LABELS, Conditions, Inputs, check_names
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import Conditions, Inputs, check_names
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.guidance import Guidance
 from hddm.networks.families import family_of
-from hddm.networks.wrappers import TEXT_CONDITIONS, family_behind, text_width
+from hddm.networks.wrappers import family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.running import pick_experts, posterior_of
 from hddm.sampling import blind_draw
@@ -44,7 +45,6 @@ from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
 from hddm.velocity import ROUNDING, PredictionType, VelocityField
 
-TEXT_TOKENS = TEXT_CONDITIONS[0]
 _NETWORKS = ("unet", "transformer")
 
 
@@ -342,7 +342,7 @@ class DropIn(nn.Module):
     def _begin(self, run: Generation, conditions: Mapping[str, Tensor]) -> Generation:
         """Begin a generation: what its prompts say of the experts is asked once."""
         model = self.model
-        router = model.prompt_router if TEXT_TOKENS in conditions else None
+        router = model.prompt_router if TEXT in conditions else None
         if self._prompts is not None and router is not None:
             pooled = self._prompts.pooled(conditions, run.images)
             width = next(one.topic.means.shape[1] for one in model.parts if one.topic is not None)
@@ -362,7 +362,7 @@ def _is_described(ensemble: Ensemble) -> bool:
     for part in ensemble.parts:
         if part.topic is not None and part.topic.record is not None:
             topics.add(part.topic.record.text_encoder.fingerprint)
-        if TEXT_TOKENS in (part.field.conditions or ()):
+        if TEXT in (part.field.conditions or ()):
             readers.add(getattr(part.text_encoder, "fingerprint", None))
     return bool(topics) and topics == readers
 

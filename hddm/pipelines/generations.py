@@ -15,12 +15,12 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from hddm.condition_names import POOLED, TEXT, TEXT_EMBEDS, TEXT_MASK
 from hddm.networks.text_encoder import end_of_text, mean_of_text
 from hddm.networks.wrappers import TEXT_CONDITIONS
 
 TURNS = 64
 """Generations of one step that are remembered, in case one of them goes on."""
-_TOKENS, _MASK, *_POOLED = TEXT_CONDITIONS
 _ENCODED = 8
 """Calls of a text encoder that are remembered: of prompts, negative prompts, and other generations."""
 
@@ -110,12 +110,12 @@ class EncodedPrompts:
         """
         # Pipelines put the branch without the prompt first.
         own = {name: conditions[name][-images:] for name in TEXT_CONDITIONS if name in conditions}
-        tokens = own[_TOKENS]
-        for name in _POOLED:
+        tokens = own[TEXT]
+        for name in (POOLED, TEXT_EMBEDS):
             if name in own:
                 return own[name]
-        if _MASK in own:
-            return mean_of_text(tokens, own[_MASK])
+        if TEXT_MASK in own:
+            return mean_of_text(tokens, own[TEXT_MASK])
         rows = [self._row(one) for one in tokens]
         found = [row for row in rows if row is not None]
         return torch.stack(found) if len(found) == len(rows) else None

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
 from hddm.classes import Labels, class_indices
-from hddm.conditions import LABELS, Conditions
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import Conditions
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
@@ -27,13 +28,10 @@ from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.text_encoder import embed, refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
-from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE, composed
-
-TEXT_TOKENS = TEXT_CONDITIONS[0]
 
 
 class Encoding(Offloading):
@@ -68,7 +66,7 @@ class Encoding(Offloading):
             # The empty text is what guidance moves away from anyway.
             negatives = None
         has_labels = class_labels is not None or LABELS in given
-        self._refuse_unread(texts, negatives, has_labels, TEXT_TOKENS in given)
+        self._refuse_unread(texts, negatives, has_labels, TEXT in given)
         if LABELS in given:
             given[LABELS] = class_indices(given[LABELS], self.ensemble.classes)
         if class_labels is not None:
@@ -79,7 +77,7 @@ class Encoding(Offloading):
             labels, prior = self._routed(texts, has_labels, pooled)
             if labels is not None:
                 given[LABELS] = labels
-        if negatives is None and texts is not None and guided and TEXT_TOKENS not in against:
+        if negatives is None and texts is not None and guided and TEXT not in against:
             negatives = [""]
         if negatives is not None and self.readers:
             alone = negatives * len(texts or [""]) if len(negatives) == 1 else negatives
@@ -140,7 +138,7 @@ class Encoding(Offloading):
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
         found = set()
         for record, number in zip(self.experts.records, self.ensemble.texts, strict=True):
-            if TEXT_TOKENS in record.conditions:
+            if record.takes_text:
                 found.add(number)
         if self._topics is not None:
             found.add(self._topics)
@@ -149,7 +147,7 @@ class Encoding(Offloading):
     @property
     def takes_prompts(self) -> bool:
         """True if an expert takes text, and all text encoders for it are there."""
-        is_read = any(TEXT_TOKENS in record.conditions for record in self.experts.records)
+        is_read = any(record.takes_text for record in self.experts.records)
         return is_read and all(self._reader(number) is not None for number in self.readers)
 
     @property
@@ -163,13 +161,13 @@ class Encoding(Offloading):
         """Which experts get the class that a prompt names (K,)."""
         found = []
         for record in self.experts.records:
-            found.append(LABELS in record.conditions and TEXT_TOKENS not in record.conditions)
+            found.append(record.takes_classes and not record.takes_text)
         return torch.tensor(found)
 
     @property
     def _reads_text(self) -> Tensor:
         """Which experts read prompts as text (K,)."""
-        return torch.tensor([TEXT_TOKENS in one.conditions for one in self.experts.records])
+        return torch.tensor([one.takes_text for one in self.experts.records])
 
     def _reader(self, number: int) -> tuple[Any, Any] | None:
         """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""
@@ -233,10 +231,11 @@ class Encoding(Offloading):
             takes_classes, rows * is_described * (by_class > 0), rows * self._reads_text
         )
         # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
-        rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
+        rows = torch.where(rows.sum(1, keepdim=True) == 0, by_class * is_described, rows)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
         for text, row in zip(texts, rows, strict=True):
-            if not row.any():
+            # So that NaN is refused as well.
+            if not row.sum() > 0:
                 some = ", ".join(ensemble.classes[:5])
                 raise HddmError(
                     f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"

@@ -20,7 +20,7 @@ from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
 from hddm.experts.expert_set import ExpertSet, carrying
-from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
+from hddm.experts.loading import ensemble_of, open_ensemble, save_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.families.vaes import Vae
 from hddm.networks.offload import Offload
@@ -232,10 +232,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
         Quantized experts count with their size in int8. Raises `HddmError` for an expert that does not fit.
         """
+        if max_memory is not None or self.max_memory is not None:
+            mode = self.experts.shelf.offload
+            self.experts.offload(mode, max_memory, self._beside_experts())
         self.max_memory = max_memory
-        if max_memory is not None:
-            room = room_beside(self._beside_experts(), max_memory)
-            self.experts.offload(self.experts.shelf.offload, room)
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an ensemble folder, completely or not at all, with weights in the dtype that they run in.
@@ -439,12 +439,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             raise HddmError("pass a seed or a generator, not both")
         if start and seed is None:
             raise HddmError(f"start {start} counts the images of a seed; pass one")
-        is_apart = self.is_apart(expert)
-        if is_apart and latents is not None:
-            raise UsageError(
-                "`latents`: these experts make samples of several kinds; use one `expert`"
-            )
-        shape = () if is_apart else shape_of(self.ensemble, expert or 0)
+        self._refuse_several_kinds(expert, {"latents": latents is not None})
+        shape = () if self.is_apart(expert) else shape_of(self.ensemble, expert or 0)
         if latents is not None:
             latents = latents.to(state_dtype(self.ensemble))
             if latents.shape != (num, *shape):
@@ -477,18 +473,21 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
         ``of_one_kind`` are options that need samples of one kind; those in use are true.
         """
-        is_apart = self.is_apart(expert)
-        for name, is_used in of_one_kind.items():
-            if is_apart and is_used:
-                raise UsageError(
-                    f"`{name}`: these experts make samples of several kinds; use one `expert`"
-                )
+        self._refuse_several_kinds(expert, of_one_kind)
         for k in range(len(self.experts.records)) if expert is None else [expert]:
             record = self.experts.records[k]
             if is_decoded and self.vae_of(k) is None and not record.makes_pictures:
-                latent = "" if is_apart else ", or use `output_type` latent"
+                latent = "" if self.is_apart(expert) else ", or use `output_type` latent"
                 raise HddmError(
                     f"expert {k} makes latents {record.sample_shape}{self._no_vae}{latent}"
+                )
+
+    def _refuse_several_kinds(self, expert: int | None, of_one_kind: Mapping[str, object]) -> None:
+        """Raise a `UsageError` for an option in use that needs samples of one kind."""
+        for name, is_used in of_one_kind.items():
+            if is_used and self.is_apart(expert):
+                raise UsageError(
+                    f"`{name}`: these experts make samples of several kinds; use one `expert`"
                 )
 
 

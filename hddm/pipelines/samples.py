@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.classes import class_indices
-from hddm.conditions import LABELS, Conditions
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import Conditions
 from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
 from hddm.networks.folders import sha256_once
-from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
@@ -369,7 +369,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
     path = settings.conditions
-    classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
+    classes = pipeline.ensemble.classes
     tensors = {} if path is None else read_safetensors(path)
     if LABELS in tensors:
         with errors_as(HddmError, f"`conditions` {path}"):
@@ -391,8 +391,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             conditions=tensors,
             negative_conditions=against,
         )
-    has_empty_text = any(text in one.null_conditions for one in pipeline.ensemble.experts)
-    if has_empty_text and text not in found.given:
+    has_empty_text = any(TEXT in one.null_conditions for one in pipeline.ensemble.experts)
+    if has_empty_text and TEXT not in found.given:
         warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)
     return found
 

@@ -21,7 +21,6 @@ from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import several_in
-from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
 from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, optional
@@ -196,7 +195,7 @@ def names_of(folder: Path) -> list[str]:
     has_classes = any(one.classes for one in experts)
     for name, one, vae, text in zip(names, experts, vaes, texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}
-        if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
+        if one.record.takes_text and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
             needed["text_encoder"] = text
             if not several_in(place):

@@ -23,7 +23,7 @@ from hddm.calibration import (
     Calibration,
     Moments,
 )
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.denoising import misread

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import Expert, field_of, save_expert
 from hddm.experts.lora import adapter_of
@@ -28,14 +28,7 @@ from hddm.training.expert import read_init, record_of_shard, saving
 from hddm.training.loop import OnTrainingStep, Task, run_task
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
-from hddm.training.settings import (
-    TEXT,
-    ExpertRecipe,
-    ExpertSettings,
-    RunOptions,
-    Start,
-    resolve,
-)
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, Start, resolve
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
@@ -147,7 +140,7 @@ def _completed_by(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
     found: dict[str, object] = {"noise_range": recipe.noise_range}
     if shard.vae is not None and record.vae is None:
         found |= {"vae": shard.vae, "unread_vae": None, "latent_scale": shard.vae.scale}
-    if TEXT in record.conditions and recipe.text_conditional and shard.texts is not None:
+    if record.takes_text and recipe.text_conditional and shard.texts is not None:
         if record.text_encoder is None:
             found["text_encoder"] = shard.text_encoder
         if recipe.condition_dropout:

@@ -21,7 +21,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import NO_CAPTION, Shard, joined, open_shard
 from hddm.ensemble import Ensemble
@@ -33,14 +33,13 @@ from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
-from hddm.strategies import Strategy
+from hddm.strategies import Strategy, refuse_void
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.mean_flow import CAPTION, MeanFlow
 from hddm.training.objectives import Objective, conditions_in, drawing, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
-    TEXT,
     DenoiserFields,
     DistillRecipe,
     DistillSettings,
@@ -81,7 +80,7 @@ class Teacher:
     @property
     def takes_text(self) -> bool:
         """Whether an expert takes the tokens of a caption."""
-        return any(TEXT in one.record.conditions for one in self.opened.experts)
+        return any(one.record.takes_text for one in self.opened.experts)
 
 
 def open_teacher(
@@ -89,22 +88,23 @@ def open_teacher(
     union: Shard,
     shards: Sequence[Shard],
     settings: DistillSettings,
-    strategy: str | None,
+    recorded: str | None,
 ) -> Teacher:
     """Open the teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
     The ``shard`` teacher is each sample's own expert, found by the hash of its shard; the ``routed`` one is
-    the mixture, by ``strategy`` or by default the ensemble's own. ``draw`` and ``commit-x`` are no mixtures,
-    and ``full`` takes their place: with an exact router all three have the same samples.
+    the mixture, by the strategy of the settings, else by ``recorded``, that of the run that is continued, or
+    else by the ensemble's own. ``draw`` and ``commit-x`` are no mixtures, and ``full`` takes their place:
+    with an exact router all three have the same samples.
 
     Raises:
         HddmError: for an unreadable folder, a shard without expert, a mixture without a router or of more
-            experts than there are, conditions other than classes and captions, classes or captions that the
-            data lacks, or samples of another shape or space.
+            experts than there are, a strategy without effect (`refuse_void`), conditions other than classes
+            and captions, classes or captions that the data lacks, or samples of another shape or space.
     """
     opened = open_ensemble(folder, torch.float32)
     if settings.teacher == "routed":
-        opened = _with_mixing_strategy(folder, opened, strategy)
+        opened = _with_mixing_strategy(folder, opened, settings.strategy, recorded)
     names = [member.folder for member in opened.record.experts]
     for name, expert in zip(names, opened.experts, strict=True):
         _check_conditions(f"{folder / name}", expert.record, union, settings.condition_dropout)
@@ -142,20 +142,24 @@ def open_teacher(
 
 
 def _with_mixing_strategy(
-    folder: Path, opened: OpenedEnsemble, strategy: str | None
+    folder: Path, opened: OpenedEnsemble, requested: str | None, recorded: str | None
 ) -> OpenedEnsemble:
-    """An ensemble with the strategy by which it mixes as a teacher."""
+    """An ensemble with the strategy by which it mixes as a teacher; see `open_teacher`."""
     record, is_alone = opened.record, len(opened.experts) == 1
     if record.router is None and not is_alone:
         raise HddmError(
             f"{folder}: `teacher` routed needs its router, and it has none; use `teacher` shard"
         )
     keeps_one = Strategy.parse(record.strategy).keeps_one
+    strategy = requested or recorded
     if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else record.strategy)
+    num_domains = len(set(domains_of(opened.experts)))
     with errors_as(UsageError):
-        Strategy.parse(chosen).check(len(set(domains_of(opened.experts))))
+        Strategy.parse(chosen).check(num_domains)
+    if requested is not None and requested != record.strategy:
+        refuse_void(requested, len(opened.experts), num_domains)
     return replace(opened, record=record.model_copy(update={"strategy": chosen}))
 
 
@@ -167,11 +171,11 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         raise HddmError(
             f"{name}: takes {', '.join(others)}; a student can learn classes and captions alone"
         )
-    if TEXT in record.conditions and shard.texts is None:
+    if record.takes_text and shard.texts is None:
         raise HddmError(
             f"{name}: takes text, and {shard.folder} holds no tokens of captions; encode it"
         )
-    if LABELS not in record.conditions:
+    if not record.takes_classes:
         return
     labels_of_shard(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
@@ -220,8 +224,7 @@ def distill(
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
-    strategy = settings.strategy or before.get("strategy")
-    teacher = open_teacher(ensemble_folder, union, shards, settings, strategy)
+    teacher = open_teacher(ensemble_folder, union, shards, settings, before.get("strategy"))
     initial, origin = (None, {}) if init is None else read_init(init)
     if initial is None and settings.sampling_steps is not None:
         raise UsageError(

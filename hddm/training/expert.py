@@ -9,7 +9,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import (
     Expert,
@@ -29,7 +29,6 @@ from hddm.training.loop import Fitted, OnTrainingStep, Task, run_task
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
-    TEXT,
     DistillRecipe,
     ExpertRecipe,
     ExpertSettings,

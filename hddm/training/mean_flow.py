@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hddm.condition_names import TEXT
 from hddm.conditions import Conditions
 from hddm.data.shards import TokenStore
 from hddm.ensemble import Ensemble
@@ -30,7 +31,7 @@ from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import StepInputs
 from hddm.training.objectives import conditions_in
-from hddm.training.settings import TEXT, DistillRecipe
+from hddm.training.settings import DistillRecipe
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress

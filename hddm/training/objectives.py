@@ -36,11 +36,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, StepInputs
-from hddm.training.settings import TEXT, ExpertRecipe
+from hddm.training.settings import ExpertRecipe
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import append_dims

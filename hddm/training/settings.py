@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, Literal, Never, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from hddm.condition_names import TEXT as TEXT
+from hddm.condition_names import LABELS, TEXT
 from hddm.networks.sizes import size_config
 from hddm.settings import READ, Described, Positive, PredictionName, Shown, StrategyName
 from hddm.strategies import Strategy
@@ -137,7 +137,7 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
     @property
     def conditions(self) -> tuple[str, ...]:
         """Keywords of the conditions that the network is trained with."""
-        labels = ("class_labels",) if self.class_conditional else ()
+        labels = (LABELS,) if self.class_conditional else ()
         return (*labels, TEXT) if self.text_conditional else labels
 
     @model_validator(mode="after")

@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hddm.conditions import LABELS, Conditions
+from hddm.condition_names import LABELS, TEXT
+from hddm.conditions import Conditions
 from hddm.data.held_out import open_held_out
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
@@ -28,7 +29,7 @@ from hddm.sampling import plan
 from hddm.training.loop import StepReport, Watch, Watcher, mean
 from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, RunReport
 from hddm.training.resume import RUN_FILE, read_run, step_of
-from hddm.training.settings import TEXT, RunOptions
+from hddm.training.settings import RunOptions
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import write_whole

@@ -115,7 +115,7 @@ TO_ONE_SIZE = "hddm encode --resolution N brings all images of a shard or partit
 
 
 def an(name: str) -> str:
-    """The name of a class with its article: ``a VQModel``, ``an SD3Transformer2DModel``."""
+    """The name of a class with its article, as it is said aloud: ``a ValueError``, ``an OSError``."""
     # A name that begins with two capitals is spelled out: its first letter is said as "ef", "el", "es", ….
     vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
     return f"an {name}" if name[:1] in vowels else f"a {name}"

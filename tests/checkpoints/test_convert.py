@@ -28,10 +28,10 @@ from tests.checkpoint_files import (
     conditions_of,
     converted,
     dit,
-    facts_of,
     pipeline,
     pixart,
     plain_unet,
+    record_of,
     refused,
     shared_checkpoint,
     text_unet,
@@ -73,7 +73,7 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
     converted(hddm, back, tmp_path / "again", *options[1:])
     assert contents(tmp_path / "again")[WEIGHTS] == contents(expert)[WEIGHTS]
     if layout.startswith("diffusers"):
-        before, after = (facts_of(tmp_path / name) for name in ("expert", "again"))
+        before, after = (record_of(tmp_path / name) for name in ("expert", "again"))
         assert all(
             before[key] == after[key] for key in ("schedule", "prediction_type", "conditions")
         )
@@ -154,7 +154,7 @@ def test_a_dry_run_writes_nothing_and_an_existing_folder_is_kept_without_the_opt
     assert "--overwrite" in refused(hddm, source, out=tmp_path / "expert")
     edit_json(source / "scheduler" / "scheduler_config.json", prediction_type="sample")
     converted(hddm, source, tmp_path / "expert", "--overwrite")
-    assert facts_of(tmp_path / "expert")["prediction_type"] == "sample"
+    assert record_of(tmp_path / "expert")["prediction_type"] == "sample"
     before = contents(tmp_path)
     assert hddm("convert", source, "--out", source, "--overwrite")[0] == 1
     assert contents(tmp_path) == before
@@ -182,7 +182,7 @@ def test_the_record_of_a_source_survives_a_second_conversion_and_the_way_back(
     sampling = {"clip_sample": False, "steps_offset": 1, "timestep_spacing": "trailing"}
     edit_json(source / "scheduler" / "scheduler_config.json", **sampling)
     converted(hddm, source, first, "--prediction-type", "epsilon")
-    facts = facts_of(first)
+    facts = record_of(first)
     assert (facts["variance_head"], facts["sample_shape"]) == (True, [4, 8, 8])
     assert facts["schedule_source"] == "scheduler/scheduler_config.json"
     origin, config = facts["source"], json.loads((first / "config.json").read_text())
@@ -190,7 +190,7 @@ def test_the_record_of_a_source_survives_a_second_conversion_and_the_way_back(
     assert len(origin["files"][WEIGHTS]) == 64
     assert config["_class_name"] == "DiTTransformer2DModel"
     converted(hddm, first, tmp_path / "second")
-    found = facts_of(tmp_path / "second")["source"]
+    found = record_of(tmp_path / "second")["source"]
     assert (found["layout"], found["before"]) == ("hddm", origin)
     back = written_back(hddm, tmp_path / "second", tmp_path / "back", "diffusers-dit")
     assert (
@@ -237,14 +237,14 @@ def test_a_checkpoint_for_a_part_of_t_is_said_to_be_one(hddm: Command, tmp_path:
     )
     text = converted(hddm, source, expert, "--noise-range", "0.875:1")
     assert "noise range: t = 0.875 … 1 alone\n" in text
-    assert facts_of(expert)["noise_range"] == [0.875, 1.0]
-    assert facts_of(expert)["source"]["options"]["noise_range"] == [0.875, 1.0]
+    assert record_of(expert)["noise_range"] == [0.875, 1.0]
+    assert record_of(expert)["source"]["options"]["noise_range"] == [0.875, 1.0]
     # The check took place within it.
     times = [float(one) for one in re.findall(r"at t = ([0-9.]+)", text)]
     assert len(times) == 5
     assert 0.875 < min(times) < max(times) < 0.994
     converted(hddm, expert, tmp_path / "again")
-    assert facts_of(tmp_path / "again")["noise_range"] == [0.875, 1.0]
+    assert record_of(tmp_path / "again")["noise_range"] == [0.875, 1.0]
     said = "--noise-range 0.995:1: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the schedule's own"
     assert said in refused(hddm, source, "--noise-range", "0.995:1")
 

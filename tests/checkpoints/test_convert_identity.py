@@ -19,13 +19,13 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import NULL_FILE, read_expert_record
 from hddm.experts.shard_images import check_fit
 from hddm.networks.identity import VaeRecord
-from hddm.networks.text_encoder import embed, text_encoder_facts
-from hddm.networks.vae import vae_facts
+from hddm.networks.text_encoder import embed, text_encoder_record_of
+from hddm.networks.vae import vae_record_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Conversion
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, edit_json, refusal
-from tests.checkpoint_files import converted, facts_of, pipeline, refused, text_unet
+from tests.checkpoint_files import converted, pipeline, record_of, refused, text_unet
 from tests.component_files import save_by_transformers, write_clip, write_vae
 from tests.networks.test_vae import FILE, HALF
 
@@ -42,7 +42,7 @@ def _text_pipeline(folder: Path, **vae: Any) -> Path:
 def _converted(hddm: Command, source: Path, *options: object) -> tuple[dict[str, Any], str]:
     out = source.parent / f"{source.name}-expert"
     text = converted(hddm, source, out, *options)
-    return facts_of(out), text
+    return record_of(out), text
 
 
 @pytest.mark.integration
@@ -51,7 +51,7 @@ def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(
 ) -> None:
     source = _text_pipeline(tmp_path / "sd", scaling_factor=0.13, shift_factor=0.1)
     facts, text = _converted(hddm, source)
-    vae, encoder = vae_facts(source / "vae"), text_encoder_facts(source / "text_encoder", 6)
+    vae, encoder = vae_record_of(source / "vae"), text_encoder_record_of(source / "text_encoder", 6)
     assert (facts["latent_scale"], vae.scale, vae.shift) == (0.13, 0.13, 0.1)
     assert (encoder.tokens, encoder.width) == (6, 16)
     assert NOT_SAID not in text
@@ -192,8 +192,8 @@ def test_a_vae_that_cannot_be_read_is_recorded_and_another_one_is_refused(
     )
     change(source / "vae")
     write(plan_conversion(source, Conversion()), expert, check=False)
-    unread = facts_of(expert)["unread_vae"]
-    assert (facts_of(expert)["vae"], unread["kind"]) == (None, kind)
+    unread = record_of(expert)["unread_vae"]
+    assert (record_of(expert)["vae"], unread["kind"]) == (None, kind)
     assert reason in unread["reason"]
     assert str(tmp_path) not in unread["reason"]
 
@@ -219,7 +219,7 @@ def test_the_same_vae_is_taken_once_it_can_be_read(tmp_path: Path) -> None:
     write(plan_conversion(source, Conversion()), expert, check=False)
     write_vae(tmp_path / "own")
     assemble([expert], tmp_path / "out", vae=tmp_path / "own")
-    assert vae_facts(tmp_path / "out" / "vae") == vae_facts(tmp_path / "own")
+    assert vae_record_of(tmp_path / "out" / "vae") == vae_record_of(tmp_path / "own")
 
 
 def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_read(
@@ -231,7 +231,7 @@ def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_rea
     record = read_expert_record(expert)
     assert record.unread_vae is not None
     write_vae(tmp_path / "other", seed=1)
-    other, latents = vae_facts(tmp_path / "other"), torch.zeros(2, *record.sample_shape)
+    other, latents = vae_record_of(tmp_path / "other"), torch.zeros(2, *record.sample_shape)
     same = other.model_copy(update={"fingerprint": record.unread_vae.fingerprint})
 
     def shard_of(vae: VaeRecord) -> Shard:
@@ -245,8 +245,8 @@ def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_rea
 def test_a_folder_of_format_1_5_opens_without_these_fields(tmp_path: Path) -> None:
     expert = tmp_path / "expert"
     write(plan_conversion(_text_pipeline(tmp_path / "sd"), Conversion()), expert, check=False)
-    facts = facts_of(expert) | {"format": "1.5"}
+    facts = record_of(expert) | {"format": "1.5"}
     del facts["unread_vae"], facts["source"]["prediction_source"]
     (expert / "expert.json").write_text(json.dumps(facts))
     write_manifest(expert)
-    assert read_expert_record(expert).latent_space == vae_facts(tmp_path / "sd" / "vae")
+    assert read_expert_record(expert).latent_space == vae_record_of(tmp_path / "sd" / "vae")

@@ -36,10 +36,10 @@ from tests.checkpoint_files import (
     check_velocity,
     converted,
     dit,
-    facts_of,
     pipeline,
     pixart,
     plain_unet,
+    record_of,
     refused,
     written_back,
 )
@@ -114,7 +114,7 @@ def test_the_velocity_of_an_expert_is_its_networks_output(made: Converted, hddm:
     network, given = made.network, text(made.network)
     assert f"layout: diffusers-{made.kind}" in made.said
     assert "shift: 3" in made.said
-    facts = facts_of(made.expert)
+    facts = record_of(made.expert)
     assert facts["schedule"] == {"name": "linear"}
     assert (facts["prediction_type"], facts["objective"]) == ("flow_prediction", "flow")
     assert facts["time_scale"] == (1000 if made.kind == "sd3" else 1)
@@ -166,7 +166,7 @@ def test_an_expert_goes_back_to_diffusers_bit_for_bit(
     elsewhere = {"source": None, "schedule_source": None}
     for source, name in ((back, "again"), (made.expert, "copy")):
         converted(hddm, source, tmp_path / name, *(made.options if source is back else ()))
-        assert facts_of(made.expert) | elsewhere == facts_of(tmp_path / name) | elsewhere
+        assert record_of(made.expert) | elsewhere == record_of(tmp_path / name) | elsewhere
 
 
 @pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
@@ -196,7 +196,7 @@ def test_flux_asks_for_the_size_that_its_config_does_not_hold(
     expert = tmp_path / "expert"
     converted(hddm, source, expert, *WITH_SIDE)
     assert "sample_size" not in json.loads((expert / "config.json").read_text())
-    assert facts_of(expert)["source"]["options"]["sample_size"] == SIDE
+    assert record_of(expert)["source"]["options"]["sample_size"] == SIDE
     edit_json(expert / "expert.json", sample_shape=[4, 8, 10**9])
     with pytest.raises(HddmError, match=r"sample_shape|sample_size|a sample of"):
         library.load(expert)
@@ -254,7 +254,7 @@ def test_pixart_sigma_is_pixart_with_another_config(hddm: Command, tmp_path: Pat
     edit_json(source / "transformer" / "config.json", _class_name=name, attention_type="default")
     edit_json(source / "model_index.json", _class_name="PixArtSigmaPipeline")
     converted(hddm, source, tmp_path / "expert")
-    facts = facts_of(tmp_path / "expert")
+    facts = record_of(tmp_path / "expert")
     assert facts["variance_head"]
     assert facts["conditions"] == ["encoder_hidden_states", "encoder_attention_mask"]
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
@@ -283,7 +283,7 @@ def _check_grid(expert: Path, settings: dict[str, Any], num_patches: int) -> Non
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(num_patches, *(scheduler.config[name] for name in names))
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / STEPS, STEPS), mu=mu)
-    ours = time_grid(STEPS, facts_of(expert)["shift"])
+    ours = time_grid(STEPS, record_of(expert)["shift"])
     torch.testing.assert_close(ours, scheduler.sigmas.double(), rtol=0, atol=1e-6)
 
 
@@ -314,7 +314,7 @@ def test_flux_dev_at_1024_pixels_has_the_shift_that_is_known_of_it(
     assert "at 1024×1024" in (said := refused(hddm, source, "--sample-size", 1024))
     assert "pass another --sample-size (in latents: 128 for pictures of 1024 pixels)" in said
     converted(hddm, source, tmp_path / "expert", "--sample-size", 128, "--no-verify")
-    assert facts_of(tmp_path / "expert")["shift"] == pytest.approx(math.exp(1.15))
+    assert record_of(tmp_path / "expert")["shift"] == pytest.approx(math.exp(1.15))
 
 
 def test_the_patches_of_sd3_are_those_of_its_config(hddm: Command, tmp_path: Path) -> None:
@@ -337,4 +337,4 @@ def test_a_shift_is_kept_where_scheduler_and_network_give_one(
         (pipeline(tmp_path / "ddpm", dit()), 1, ""),
     ):
         assert note in converted(hddm, source, tmp_path / f"{source.name}-expert")
-        assert facts_of(tmp_path / f"{source.name}-expert")["shift"] == shift
+        assert record_of(tmp_path / f"{source.name}-expert")["shift"] == shift

@@ -33,7 +33,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from hddm.utils.tensors import read_header
 from tests.artefacts import Command, edit_json
-from tests.checkpoint_files import SD_BETAS, conditions_of, facts_of, pipeline, refused, text_unet
+from tests.checkpoint_files import SD_BETAS, conditions_of, pipeline, record_of, refused, text_unet
 from tests.component_files import write_clip, write_vae
 from tests.flow_models import flow_pipeline, flux, sd3
 from tests.flow_models import text as flow_text
@@ -163,7 +163,7 @@ def test_kohyas_file_is_what_diffusers_makes_of_it(
     content = kohya(network, ranks=(3, 5), named=_ldm_name(network) if kind == "xl" else None)
     save_file(content, tmp_path / "lora.safetensors")
     _check(kind, tmp_path / "lora.safetensors", bases[kind], tmp_path / "out")
-    assert facts_of(tmp_path / "out")["adapter"]["rank"] == 5
+    assert record_of(tmp_path / "out")["adapter"]["rank"] == 5
 
 
 def test_factors_in_half_precision_stay_as_they_are(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_it_is_an_expert_like_any_other(
     code, said, error = hddm("convert", lora, "--base", base, "--out", out, "--licence", "mit")
     assert (code, error) == (0, "")
     assert "kohya" in said
-    facts, before = facts_of(out), facts_of(base)
+    facts, before = record_of(out), record_of(base)
     for key in ("prediction_type", "schedule", "time_scale", "conditions", "vae", "text_encoder"):
         assert facts[key] == before[key]
     assert facts["licence"] == "mit AND openrail"
@@ -324,7 +324,7 @@ def test_the_header_of_a_lora_file_says_its_licence_and_what_it_was_trained_on(
     header = {"modelspec.license": "CC-BY-4.0", "modelspec.prediction_type": "v"}
     save_file(kohya(text_unet()), tmp_path / "lora.safetensors", header)
     lines = convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "out")
-    assert facts_of(tmp_path / "out")["licence"] == "CC-BY-4.0"
+    assert record_of(tmp_path / "out")["licence"] == "CC-BY-4.0"
     (note,) = [line for line in lines if line.startswith("note: ")]
     assert "says that the LoRA was trained on v_prediction" in note
     assert "predicts epsilon" in note

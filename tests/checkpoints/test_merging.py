@@ -20,7 +20,7 @@ from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, contents, edit_json, expert_settings, refusal, seal
-from tests.checkpoint_files import facts_of, pipeline, text_unet
+from tests.checkpoint_files import pipeline, record_of, text_unet
 from tests.ensemble_files import WEIGHTS, flow_expert
 from tests.lora_files import states, write_adapter, write_base
 
@@ -120,7 +120,7 @@ def test_adapters_of_one_base_become_its_weights_plus_their_mean_change(
     base = make("base", 0)
     adapters = [write_adapter(base, tmp_path / f"adapter{seed}", seed=seed) for seed in (1, 2)]
     merge_experts([*adapters, base], tmp_path / "out", (0.5, 0.25, 0.25))
-    assert facts_of(tmp_path / "out")["adapter"] is None
+    assert record_of(tmp_path / "out")["adapter"] is None
     dense = [library.load(folder).network.state_dict() for folder in (*adapters, base)]
     found, changed = load_file(tmp_path / "out" / WEIGHTS), 0
     for name, weight in found.items():
@@ -145,7 +145,7 @@ def test_the_record_says_of_what_it_is_made(make: Make, tmp_path: Path) -> None:
     seal(parts[1])
     notes = merge_experts(parts, tmp_path / "out", (0.5, 0.25, 0.25))
     assert any(f"the weak models are left out, of {parts[1]}, so" in note for note in notes)
-    record = facts_of(tmp_path / "out")
+    record = record_of(tmp_path / "out")
     assert record["licence"] == "cc-by-4.0 AND mit"
     assert (record["shift"], record["shard"], record["training"]) == (2.0, None, {})
     files = {f"{k}/{WEIGHTS}": sha256_of(one / WEIGHTS) for k, one in enumerate(parts)}
@@ -162,7 +162,7 @@ def test_all_verbs_take_a_soup_of_one_shard(
     shard, out = shards / "shard_0", tmp_path / "out"
     train_expert(shard, tmp_path / "other", expert_settings("ddpm", prediction="epsilon", seed=8))
     assert hddm("merge", ddpm_expert, tmp_path / "other", "--out", out)[0] == 0
-    assert facts_of(out)["shard"] == facts_of(ddpm_expert)["shard"]
+    assert record_of(out)["shard"] == record_of(ddpm_expert)["shard"]
     assert not (out / CALIBRATION).exists()
     assert hddm("calibrate", out, "--data", shard)[0] == 0
     assert hddm("verify", out)[0] == 0

@@ -29,10 +29,10 @@ from tests.checkpoint_files import (
     conditions_of,
     converted,
     dit,
-    facts_of,
     pipeline,
     pixart,
     plain_unet,
+    record_of,
     refused,
     rounded,
     text_unet,
@@ -70,7 +70,7 @@ def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(
     text = converted(hddm, source / "unet", tmp_path / "expert")
     assert "no prediction_type, so PNDMScheduler's default epsilon" in text
     assert "AutoencoderKL's default 0.18215" in text
-    assert facts_of(tmp_path / "expert")["latent_scale"] == 0.18215
+    assert record_of(tmp_path / "expert")["latent_scale"] == 0.18215
     check_velocity(tmp_path / "expert", network, SD)
 
 
@@ -98,7 +98,7 @@ def test_an_expert_means_what_its_pipeline_says(
 ) -> None:
     network = make(**changes)
     converted(hddm, pipeline(tmp_path / "source", network, scheduler), tmp_path / "expert")
-    assert set(conditions_of(network)) <= set(facts_of(tmp_path / "expert")["conditions"])
+    assert set(conditions_of(network)) <= set(record_of(tmp_path / "expert")["conditions"])
     check_velocity(tmp_path / "expert", network, betas, scheduler.config.prediction_type)
 
 
@@ -142,7 +142,7 @@ def test_a_snapshot_of_the_hub_cache(hddm: Command, tmp_path: Path, sharded: boo
         (snapshot / inner).symlink_to("../" * (1 + len(inner.parts)) + f"blobs/{blob.name}")
     assert any("index" in path.name for path in snapshot.rglob("*")) or not sharded
     converted(hddm, snapshot, tmp_path / "expert")
-    files = facts_of(tmp_path / "expert")["source"]["files"]
+    files = record_of(tmp_path / "expert")["source"]["files"]
     assert all(name.startswith("diffusion_pytorch_model") for name in files)
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
@@ -164,11 +164,11 @@ def test_the_denoiser_alone_beside_its_pipeline_and_without_one(
 def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", dit(num_embeds_ada_norm=1000))
     assert "licence: CC-BY-NC-4.0" in converted(hddm, source, tmp_path / "expert")
-    assert "CC-BY-NC-4.0" in facts_of(tmp_path / "expert")["licence"]
+    assert "CC-BY-NC-4.0" in record_of(tmp_path / "expert")["licence"]
     card = "---\nlanguage: en\nlicense: 'openrail++'\ntags:\n- a\n---\n# A model\nlicense: mit\n"
     (source / "README.md").write_bytes(card.replace("\n", "\r\n").encode())
     assert "licence: openrail++" in converted(hddm, source, tmp_path / "other")
-    assert facts_of(tmp_path / "other")["licence"] == "openrail++"
+    assert record_of(tmp_path / "other")["licence"] == "openrail++"
     named = {
         "license: x\nlicense_name: own": "own",
         "license: mit # y": "mit",
@@ -180,7 +180,7 @@ def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Pa
     for k, (front, licence) in enumerate((named | none).items()):
         (source / "README.md").write_text(f"---\n{front}\n---\n")
         converted(hddm, source, tmp_path / str(k))
-        assert facts_of(tmp_path / str(k))["licence"] == licence
+        assert record_of(tmp_path / str(k))["licence"] == licence
     (source / "README.md").write_bytes(card.encode())
     assert "states 'openrail++'" in refused(hddm, source, "--licence", "mine")
 
@@ -203,7 +203,7 @@ def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
         assert said in converted(
             hddm, source / "unet", tmp_path / "expert", "--overwrite", "--no-verify"
         )
-        facts = facts_of(tmp_path / "expert")
+        facts = record_of(tmp_path / "expert")
         assert (facts["space"], facts["latent_scale"]) == ("latents", scale)
         shutil.rmtree(source)
 
@@ -243,7 +243,7 @@ def test_what_a_file_does_not_tell_is_noted(hddm: Command, tmp_path: Path) -> No
         options = ("--num-heads", 2, "--overwrite")
         text = converted(hddm, tmp_path / "pixart.safetensors", tmp_path / "pixart", *options)
         assert ("PixArt-Σ" in text) == (scale is None)
-        assert facts_of(tmp_path / "pixart")["latent_scale"] == scale
+        assert record_of(tmp_path / "pixart")["latent_scale"] == scale
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_copy_without_averaging_beside_the_averaged_one(hddm: Command, tmp_pat
     assert "weights: ema (present: ema, raw)" in text
     converted(hddm, source, tmp_path / "raw", "--weights", "raw")
     for name, network in (("ema", averaged), ("raw", raw)):
-        assert facts_of(tmp_path / name)["weights"] == name
+        assert record_of(tmp_path / name)["weights"] == name
         check_velocity(tmp_path / name, network, DDPM_BETAS)
 
 
@@ -310,7 +310,7 @@ def test_an_old_unconditional_model_with_former_names_at_the_root(
     (source / "scheduler_config.json").write_text(json.dumps(old))
     assert "--allow-pickle" in refused(hddm, source)
     converted(hddm, source, tmp_path / "expert", "--allow-pickle")
-    assert facts_of(tmp_path / "expert")["space"] == "pixels"
+    assert record_of(tmp_path / "expert")["space"] == "pixels"
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 

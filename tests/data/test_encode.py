@@ -19,8 +19,8 @@ from transformers import CLIPTokenizer
 
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
-from hddm.networks.text_encoder import text_encoder_facts
-from hddm.networks.vae import vae_facts
+from hddm.networks.text_encoder import text_encoder_record_of
+from hddm.networks.vae import vae_record_of
 from hddm.utils.errors import HddmError
 from hddm.utils.work import Draft, open_draft
 from tests.artefacts import Command, contents, killed_at_every_change, refusal
@@ -73,7 +73,7 @@ def test_latents_are_those_of_diffusers(mirrored: bool, source: Path, tmp_path: 
         assert torch.allclose(found[f"{prefix}mean"], expected.mean, atol=1e-5)
         assert torch.allclose(found[f"{prefix}std"], expected.std, rtol=1e-4)
     shard = open_shard(folder)
-    assert shard.vae == vae_facts(tmp_path / "vae")
+    assert shard.vae == vae_record_of(tmp_path / "vae")
     assert (shard.space, shard.shape) == ("latents", (4, 4, 4))
     assert torch.allclose(shard.images, (found["mean"] - 0.1) * 0.4)
 
@@ -132,7 +132,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     shard = open_shard(folder)
     assert torch.allclose(shard.texts.take(torch.arange(16)), expected[:16], atol=1e-5)
     assert torch.allclose(shard.texts.null, expected[16], atol=1e-5)
-    assert shard.text_encoder == text_encoder_facts(tmp_path / "text_encoder", 24)
+    assert shard.text_encoder == text_encoder_record_of(tmp_path / "text_encoder", 24)
     assert shard.captions == tuple(captions)
 
 
@@ -233,7 +233,7 @@ def test_the_command_encodes_inspects_and_replaces(
     assert (code, told) == (0, f"{out}: 20 images as latents, 4×4×4\n")
     record = json.loads(hddm("inspect", out, "--json")[1])
     assert (record["kind"], record["images"]) == ("encoded shard", 20)
-    assert record["vae"] == vae_facts(tmp_path / "vae").model_dump()
+    assert record["vae"] == vae_record_of(tmp_path / "vae").model_dump()
     assert hddm("encode", source, "--out", out, "--resolution", 4, "--overwrite")[0] == 0
     assert open_shard(out).shape == (3, 4, 4)
 

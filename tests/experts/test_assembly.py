@@ -14,13 +14,13 @@ from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_model_index
 from hddm.experts.expert import field_of
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.text_encoder import text_encoder_facts
+from hddm.networks.text_encoder import text_encoder_record_of
 from hddm.networks.transformers import ExpertTransformer
-from hddm.networks.vae import vae_facts
+from hddm.networks.vae import vae_record_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from tests.artefacts import contents, copied, edit_json, refusal, variant
-from tests.checkpoint_files import facts_of
+from tests.checkpoint_files import record_of
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
 from tests.ensemble_files import FLOW, derived, edit_members, flow_expert, load_ensemble, saved
@@ -89,7 +89,10 @@ def test_experts_in_any_order_and_number_get_their_outputs_of_the_router(
 def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> None:
     changed = []
     for k, images in enumerate((10, 20, 10)):
-        shard = facts_of(trio.experts[k])["shard"] | {"images": images, "class_images": [images, 0]}
+        shard = record_of(trio.experts[k])["shard"] | {
+            "images": images,
+            "class_images": [images, 0],
+        }
         changed.append(variant(trio.experts[k], tmp_path / f"{k}", shard=shard))
     (note,) = assemble(changed, tmp_path / "out", trio.router)
     assert note == "no shard has images of rows; 'draw' takes p(k) for them"
@@ -152,7 +155,7 @@ def _latent(source: Path, target: Path, **changes: Any) -> Path:
 def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path: Path) -> None:
     """The weights are gone, so what is told comes from the records."""
     first, second = (_latent(trio.experts[k], tmp_path / f"{k}") for k in (0, 1))
-    shard = facts_of(trio.experts[2])["shard"] | {
+    shard = record_of(trio.experts[2])["shard"] | {
         "partition": "c" * 64,
         "num_shards": 5,
         "hash": "d" * 64,
@@ -167,7 +170,7 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         classes=["columns", "dots"],
         shard=shard,
     )
-    of_one = facts_of(trio.experts[0])["shard"] | {"class_images": []}
+    of_one = record_of(trio.experts[0])["shard"] | {"class_images": []}
     pixels = variant(
         trio.experts[0], tmp_path / "pixels", classes=["columns"], null_class=1, shard=of_one
     )
@@ -176,7 +179,7 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         (folder / WEIGHTS).unlink()
     before = contents(tmp_path)
     lines = _refusal(given, tmp_path / "out", trio.router)
-    shard_of_first = facts_of(first)["shard"]["hash"]
+    shard_of_first = record_of(first)["shard"]["hash"]
     assert lines == [
         f"{other}: sample_shape (16, 8, 8), not (4, 8, 8); latent_scale 0.13, not 0.18215; "
         f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
@@ -234,8 +237,8 @@ def test_components_go_in_and_are_named(trio: Trio, tmp_path: Path) -> None:
     parts = _components(tmp_path, {}, {})
     (tmp_path / "vae" / "pytorch_model.bin").write_bytes(b"pickle")
     (tmp_path / "vae" / "LICENSE").write_text("CC0")
-    text = text_encoder_facts(tmp_path / "text_encoder", 77).model_dump()
-    vae = vae_facts(tmp_path / "vae").model_dump()
+    text = text_encoder_record_of(tmp_path / "text_encoder", 77).model_dump()
+    vae = vae_record_of(tmp_path / "vae").model_dump()
     experts = [
         _latent(e, tmp_path / e.name, vae=vae, latent_scale=vae["scale"], text_encoder=text)
         for e in trio.experts

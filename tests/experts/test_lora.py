@@ -29,7 +29,7 @@ from hddm.training.adapters import add_adapter, targets_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from tests.artefacts import contents, edit_json, refusal, seal
-from tests.checkpoint_files import dit, facts_of, randomised
+from tests.checkpoint_files import dit, randomised, record_of
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
 
@@ -194,7 +194,7 @@ def _tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], 
 
 def _record(**changes: object) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
-        edit_json(folder / EXPERT_FILE, adapter=facts_of(folder)["adapter"] | changes)
+        edit_json(folder / EXPERT_FILE, adapter=record_of(folder)["adapter"] | changes)
 
     return spoil
 
@@ -207,7 +207,7 @@ def test_factors_and_weights_in_float8_are_widened(base: Path, tmp_path: Path) -
         seal(path.parent)
     edit_json(
         adapter / EXPERT_FILE,
-        adapter=facts_of(adapter)["adapter"] | {"base_sha256": sha256_of(base / WEIGHTS)},
+        adapter=record_of(adapter)["adapter"] | {"base_sha256": sha256_of(base / WEIGHTS)},
     )
     assert not torch.equal(_velocity(adapter), _velocity(base))
 

@@ -14,7 +14,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, refusal
-from tests.checkpoint_files import facts_of
+from tests.checkpoint_files import record_of
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
 
@@ -117,7 +117,7 @@ def test_an_adapter_that_was_changed_in_memory_is_saved_merged(out: Path, tmp_pa
         expected = field.velocity(x, t)
     pipeline.save_pretrained(tmp_path / "saved")
     assert [p.parent.name for p in _files(tmp_path / "saved", ADAPTER_WEIGHTS)] == ["0", "2"]
-    assert facts_of(tmp_path / "saved" / "experts" / "1")["adapter"] is None
+    assert record_of(tmp_path / "saved" / "experts" / "1")["adapter"] is None
     assert torch.equal(_velocities(tmp_path / "saved")[1], expected)
 
 

@@ -20,14 +20,14 @@ from hddm.routers import MomentsRouter
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, edit_json, refusal, variant
-from tests.checkpoint_files import facts_of, randomised
+from tests.checkpoint_files import randomised, record_of
 from tests.conftest import Trio
 from tests.ensemble_files import FLOW, derived, load_ensemble
 
 
 def _owned(trio: Trio, k: int, folder: Path, hash_: str, **changes: Any) -> Path:
     """Expert k of the trio as of a partition of its own."""
-    shard = facts_of(trio.experts[k])["shard"] | {
+    shard = record_of(trio.experts[k])["shard"] | {
         "partition": hash_ * 64,
         "hash": hash_ * 64,
         "num_shards": 1,
@@ -108,7 +108,7 @@ def test_shares_that_do_not_fit_are_refused(
 
 def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path: Path) -> None:
     """The router's probability of their shard is theirs together."""
-    twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
+    twin = variant(trio.experts[2], tmp_path / "twin", shard=record_of(trio.experts[0])["shard"])
     experts = [*trio.experts, twin]
     assert "leave one out, or divide it by `share`" in refusal(assemble, experts, tmp_path / "no")
     message = refusal(assemble, experts, tmp_path / "no", share={"twin": 0.1})
@@ -253,7 +253,7 @@ def test_a_router_that_does_not_know_an_added_expert_is_left_out(
 def test_overlaps_of_shards_are_told(ours: Path, theirs: Path, tmp_path: Path) -> None:
     hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(1000)]
     for expert, own in ((ours, hashes[:600]), (theirs, hashes[450:850])):
-        shard = facts_of(expert)["shard"] | {"images": len(own), "sketch": sketch_of(own)}
+        shard = record_of(expert)["shard"] | {"images": len(own), "sketch": sketch_of(own)}
         edit_json(expert / "expert.json", shard=shard)
     (note,) = (
         one

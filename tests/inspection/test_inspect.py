@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hddm.networks.vae import vae_facts
+from hddm.networks.vae import vae_record_of
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
 from tests.artefacts import Command, copied, expert_settings
@@ -69,7 +69,7 @@ def test_an_encoded_partition_is_called_so_with_its_vae_and_scale(
         facts = json.loads(hddm("inspect", tmp_path / name, "--json")[1])
         assert (facts["kind"], facts["encoding"]["space"]) == ("encoded partition", name)
         assert facts["sizes"] == json.loads(hddm("inspect", shards, "--json")[1])["sizes"]
-    vae = vae_facts(tmp_path / "vae")
+    vae = vae_record_of(tmp_path / "vae")
     said = hddm("inspect", tmp_path / "latents")[1]
     assert (
         f"\nvae: kind=AutoencoderKL, fingerprint={vae.fingerprint}, scale={vae.scale:g}, shift=0\n"

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hddm.calibration import Calibration, Moments
-from hddm.conditions import LABELS, Conditions
+from hddm.condition_names import LABELS
+from hddm.conditions import Conditions
 from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer

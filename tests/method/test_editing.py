@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.conditions import LABELS, Conditions
+from hddm.condition_names import LABELS
+from hddm.conditions import Conditions
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse

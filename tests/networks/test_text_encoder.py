@@ -13,7 +13,12 @@ from transformers.utils import logging as transformers_logging
 
 from hddm.networks.components import read_config
 from hddm.networks.prompts import PipelineText
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.text_encoder import (
+    embed,
+    read_text_encoder,
+    read_tokenizer,
+    text_encoder_record_of,
+)
 from tests.artefacts import edit_json, refusal
 from tests.component_files import write_clip, write_t5, write_tokenizer
 
@@ -114,7 +119,7 @@ def test_special_tokens_and_a_choice_of_attention_change_no_hidden_state_and_war
 def test_a_projection_is_left_aside(tmp_path: Path) -> None:
     plain = write_clip(tmp_path)
     model = CLIPTextModelWithProjection(plain.config)
-    expected, facts = _ours(tmp_path), text_encoder_facts(tmp_path / "text_encoder", 77)
+    expected, facts = _ours(tmp_path), text_encoder_record_of(tmp_path / "text_encoder", 77)
     inner = {key.removeprefix("text_model."): value for key, value in plain.state_dict().items()}
     for key, value in model.state_dict().items():
         if key.removeprefix("text_model.") in inner:
@@ -122,7 +127,7 @@ def test_a_projection_is_left_aside(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "text_encoder")
     assert "text_projection.weight" in load_file(tmp_path / FILE)
     assert torch.equal(_ours(tmp_path), expected)
-    assert text_encoder_facts(tmp_path / "text_encoder", 77) == facts
+    assert text_encoder_record_of(tmp_path / "text_encoder", 77) == facts
 
 
 def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Pat
     write_clip(tmp_path / "half", dtype=torch.float16)
     write_clip(tmp_path / "other", seed=1)
     facts = [
-        text_encoder_facts(tmp_path / name / "text_encoder", 77)
+        text_encoder_record_of(tmp_path / name / "text_encoder", 77)
         for name in ("full", "half", "other")
     ]
     assert facts[0] == facts[1]
@@ -185,7 +190,7 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
 ) -> None:
     write_clip(tmp_path)
     edit_json(tmp_path / "text_encoder" / "config.json", **change)
-    for read in (read_text_encoder, lambda folder: text_encoder_facts(folder, 77)):
+    for read in (read_text_encoder, lambda folder: text_encoder_record_of(folder, 77)):
         assert message in refusal(read, tmp_path / "text_encoder")
 
 
@@ -296,7 +301,7 @@ def test_t5_masks_its_padding_and_is_the_one_of_transformers(tmp_path: Path) -> 
     assert torch.equal(found.conditions["encoder_attention_mask"], given.attention_mask)
     alone = own(["a cat"], return_tensors="pt")
     torch.testing.assert_close(found.pooled[0], model(**alone)[0][0].mean(0))
-    record = text_encoder_facts(tmp_path / "text_encoder", tokenizer.model_max_length)
+    record = text_encoder_record_of(tmp_path / "text_encoder", tokenizer.model_max_length)
     assert (record.kind, record.tokens, record.width) == ("T5EncoderModel", 300, 16)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hddm.experts.ensemble_folders import put_component
 from hddm.networks.identity import VaeRecord
-from hddm.networks.vae import decode, read_vae, vae_facts
+from hddm.networks.vae import decode, read_vae, vae_record_of
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json, refusal
 from tests.checkpoint_files import rounded
@@ -36,7 +36,7 @@ def _renamed(folder: Path, names: dict[str, str]) -> None:
 
 
 def _refused(folder: Path) -> str:
-    refusal(vae_facts, folder)
+    refusal(vae_record_of, folder)
     return refusal(read_vae, folder)
 
 
@@ -61,7 +61,7 @@ def test_scale_and_shift_are_undone_before_decoding(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = vae.decode(_latents(channels=16) / 0.3611 + 0.1159).sample.clamp(-1, 1)
     assert torch.allclose(decode(read_vae(tmp_path), _latents(channels=16)), expected, atol=1e-6)
-    facts = vae_facts(tmp_path)
+    facts = vae_record_of(tmp_path)
     assert (facts.kind, facts.scale, facts.shift) == ("AutoencoderKL", 0.3611, 0.1159)
 
 
@@ -75,34 +75,34 @@ def test_half_precision_in_several_files_is_found_where_it_is_the_only_copy(
     vae.save_pretrained(tmp_path / "parts", variant="fp16", max_shard_size="4KB")
     (written,) = (tmp_path / "parts").glob("*.index*.json")
     written.rename(written.with_name(index.format("diffusion_pytorch_model")))
-    assert vae_facts(tmp_path / "parts") == vae_facts(tmp_path / "whole")
+    assert vae_record_of(tmp_path / "parts") == vae_record_of(tmp_path / "whole")
     with torch.no_grad():
         expected = vae.float().decode(_latents() / 0.18215).sample.clamp(-1, 1)
     assert torch.allclose(decode(read_vae(tmp_path / "parts"), _latents()), expected, atol=1e-6)
     put_component(tmp_path / "kept", "vae", tmp_path / "parts")
-    assert vae_facts(tmp_path / "kept" / "vae") == vae_facts(tmp_path / "whole")
+    assert vae_record_of(tmp_path / "kept" / "vae") == vae_record_of(tmp_path / "whole")
 
 
 def test_names_of_former_versions_are_read_as_diffusers_reads_them(tmp_path: Path) -> None:
     write_vae(tmp_path)
-    images, facts = decode(read_vae(tmp_path), _latents()), vae_facts(tmp_path)
+    images, facts = decode(read_vae(tmp_path), _latents()), vae_record_of(tmp_path)
     _renamed(tmp_path, FORMER)
     assert any(".proj_attn." in key for key in load_file(tmp_path / FILE))
     theirs = AutoencoderKL.from_pretrained(tmp_path).requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(images, theirs.decode(_latents() / 0.18215).sample.clamp(-1, 1))
     assert torch.equal(decode(read_vae(tmp_path), _latents()), images)
-    assert vae_facts(tmp_path) == facts
+    assert vae_record_of(tmp_path) == facts
 
 
 def test_a_config_of_early_versions_has_the_defaults_of_its_class(tmp_path: Path) -> None:
     write_vae(tmp_path)
-    whole = vae_facts(tmp_path)
+    whole = vae_record_of(tmp_path)
     _drop(
         tmp_path, "scaling_factor", "shift_factor", "force_upcast", "use_quant_conv", "latents_mean"
     )
     assert (
-        vae_facts(tmp_path)
+        vae_record_of(tmp_path)
         == whole
         == VaeRecord(**whole.model_dump() | {"scale": 0.18215, "shift": 0.0})
     )
@@ -119,7 +119,7 @@ def test_a_float16_copy_is_the_same_vae(kind: Literal["kl", "tiny"], tmp_path: P
     vae = write_vae(tmp_path / "full", kind)
     write_vae(tmp_path / "half", kind, dtype=torch.float16)
     (tmp_path / "half" / FILE).rename(tmp_path / "half" / HALF)
-    assert vae_facts(tmp_path / "half") == vae_facts(tmp_path / "full")
+    assert vae_record_of(tmp_path / "half") == vae_record_of(tmp_path / "full")
     read = read_vae(tmp_path / "half")
     assert {p.dtype for p in read.parameters()} == {torch.float32}
     scale = vae.config.scaling_factor
@@ -133,7 +133,7 @@ def test_the_encoder_alone_tells_latent_spaces_apart(
     kind: Literal["kl", "tiny"], tmp_path: Path
 ) -> None:
     write_vae(tmp_path / "vae", kind)
-    facts, weights = vae_facts(tmp_path / "vae"), load_file(tmp_path / "vae" / FILE)
+    facts, weights = vae_record_of(tmp_path / "vae"), load_file(tmp_path / "vae" / FILE)
     parts = {"decoder.": True, "encoder.": False}
     parts |= {"post_quant_conv.": True, "quant_conv.": False} if kind == "kl" else {}
     for part, same in parts.items():
@@ -141,7 +141,7 @@ def test_the_encoder_alone_tells_latent_spaces_apart(
             key: value * 1.1 if key.startswith(part) else value for key, value in weights.items()
         }
         save_file(changed, tmp_path / "vae" / FILE)
-        assert (vae_facts(tmp_path / "vae") == facts) is same, part
+        assert (vae_record_of(tmp_path / "vae") == facts) is same, part
 
 
 def test_a_float16_vae_that_would_overflow_decodes_in_float32(tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
     assert pipe.experts.shelf.budget == enough - router // 2
     pipe.to(torch.float32)
     assert pipe.experts.shelf.budget == expert
+    pipe.limit_memory(enough + expert)
+    assert pipe.experts.shelf.budget == 2 * expert
+    # Without a limit there is room for one.
+    pipe.limit_memory(None)
+    assert pipe.experts.shelf.budget == expert
+    pipe.limit_memory(enough)
     assert "max_memory" in refusal(pipe.to, torch.float64)
     with pytest.raises(HddmError, match="router, VAE and text encoder alone take"):
         HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=router)

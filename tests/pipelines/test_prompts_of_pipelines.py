@@ -1,5 +1,6 @@
 """Pipelines with several text encoders: conditions and images of prompts against the pipeline's own."""
 
+import json
 import shutil
 import socket
 from dataclasses import replace
@@ -27,7 +28,7 @@ from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
 from hddm.networks.families.pixart import PIXART
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import read_texts, texts_facts
+from hddm.networks.prompts import read_texts, texts_record_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, refusal, seal
@@ -222,7 +223,7 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     pipe.text_encoder_2.text_projection.weight.data.mul_(2)
     pipe.save_pretrained(tmp_path / "projection")
     folders = (tmp_path / "one", tmp_path / "zeros" / "one", tmp_path / "projection")
-    assert len({texts_facts(folder).fingerprint for folder in folders}) == 3
+    assert len({texts_record_of(folder).fingerprint for folder in folders}) == 3
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,15 @@ def test_a_pipeline_pads_prompts_to_the_tokens_of_its_family(expert: Path, name:
     encoders.prompts = replace(encoders.prompts, t5_tokens=limit)
     tokens = encoders.embed(PROMPTS).conditions["encoder_hidden_states"]
     assert tokens.shape[1] == {"sdxl": 77, "sd3": 77 + 32, "flux": 32}[name]
+
+
+def test_vectors_of_prompts_that_are_no_numbers_are_refused_as_tokens_are(tmp_path: Path) -> None:
+    stock("sdxl", tmp_path).save_pretrained(tmp_path / "pipeline")
+    encoders = read_texts(tmp_path / "pipeline")
+    # Only vectors pass through the projection.
+    encoders.encoders["text_encoder_2"].text_projection.weight[0] = torch.inf
+    told = refusal(encoders.embed, PROMPTS)
+    assert told == "the text encoder's vectors of prompts hold NaN or Inf; run it in float32"
 
 
 LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux": "diffusers-flux"}
@@ -293,17 +303,24 @@ def test_a_pipeline_samples_by_prompt_in_two_commands_and_keeps_its_encoders(
     )
 
 
+@pytest.mark.parametrize("limit", [None, 77, 512])
 @pytest.mark.parametrize("kind", ["PixArtAlphaPipeline", "PixArtSigmaPipeline"])
 def test_pixart_reads_prompts_in_lower_case_and_cuts_them_as_its_pipeline(
-    kind: str, tmp_path: Path
+    kind: str, limit: int | None, tmp_path: Path
 ) -> None:
     parts = _numbered([_t5(tmp_path / "t5", 12)]) | {"vae": write_vae(tmp_path / "vae")}
+    if limit is not None:
+        # The pipeline has its own number of tokens, whatever the tokenizer's is.
+        parts["tokenizer"].model_max_length = limit
     pipe = getattr(diffusers, kind)(
         **parts, transformer=pixart(), scheduler=EulerDiscreteScheduler()
     )
     pipe.save_pretrained(tmp_path / "pipeline")
     library.convert(tmp_path / "pipeline", tmp_path / "expert")
     HDDMPipeline.from_pretrained(tmp_path / "expert").save_pretrained(tmp_path / "saved")
+    tokens = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}[kind]
+    record = json.loads((tmp_path / "expert" / "expert.json").read_text())
+    assert record["text_encoder"]["tokens"] == tokens
     prompts = ["A Cat ", "A cat on 2 DOGS " * 40]
     with pytest.warns(UserWarning, match="is cut to"):
         ours = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(prompts).given

@@ -1,14 +1,18 @@
 """Experts that take other conditions than each other: who makes an image, and what the record says of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hddm.experts.topics import topic_of
+from hddm.networks.identity import TextEncoderRecord
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import lines_of
+from hddm.prompt_router import TopicRecord
 from tests.artefacts import Command, refusal
 from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts, write_unlike
 
@@ -63,6 +67,29 @@ def test_prompts_that_name_a_class_go_to_experts_of_text_or_of_that_class() -> N
         use = pipe(class_labels=["dog"] * 12, strategy=strategy, **LATENT).expert_use
         assert use.shares.tolist() == [1, 0]
     assert "expert 1 cannot take the class" in refusal(pipe, class_labels="dog", expert=1, **LATENT)
+
+
+def test_a_prompt_whose_embedding_is_no_number_is_not_routed_by_the_class_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    latents = {"space": "latents", "latent_scale": None, "classes": ("dog", "ship")}
+    encoder = TextEncoderRecord(kind="CLIPTextModel", fingerprint="0" * 16, tokens=77, width=2)
+    experts = []
+    for k in range(2):
+        topic = topic_of(torch.eye(2)[k : k + 1])
+        known = TopicRecord(
+            count=1, source="the test", variance=topic.variance, text_encoder=encoder
+        )
+        one = flow_expert(k, latents, in_channels=4, num_classes=2)
+        experts.append(replace(one, topic=replace(topic, record=known)))
+    pipe = pipeline_in_memory(experts, "draw")
+    for value, told in ((1.0, None), (torch.nan, "prompt 'a dog'")):
+        found = torch.full((1, 2), value)
+        monkeypatch.setattr(type(pipe), "_embed", lambda *_, found=found, **__: ({}, found))
+        if told is None:
+            assert pipe.encode("a dog").prior is not None
+        else:
+            assert told in refusal(pipe.encode, "a dog")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
+from hddm.sampling import sample
 from hddm.training.distill import distill, matching
 from hddm.training.settings import DistillSettings
 from hddm.velocity import VelocityField
@@ -297,6 +298,17 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
         (three, other, _settings(), "its classes are ['columns', 'stripes']"),
     ):
         assert told in refusal(distill, folder, data, tmp_path / "student", settings)
+
+
+def test_a_strategy_for_a_teacher_of_one_expert_is_refused_as_it_is_where_one_expert_samples(
+    flow_expert: Path, shards: Path, tmp_path: Path
+) -> None:
+    assemble([flow_expert], tmp_path / "alone")
+    settings = _settings(teacher="routed", strategy="full")
+    for teacher in (flow_expert, tmp_path / "alone"):
+        told = refusal(distill, teacher, shards, tmp_path / "student", settings)
+        assert told == "`strategy` full: has no effect, since there is one expert; drop it"
+        assert told == refusal(sample, teacher, 1, strategy="full")
 
 
 def _settings(**changes: object) -> DistillSettings:

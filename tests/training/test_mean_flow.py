@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hddm
+from hddm.condition_names import TEXT
 from hddm.data.shards import NO_CAPTION, Rows, TokenStore
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
@@ -31,7 +32,7 @@ from hddm.training.mean_flow import (
     solve,
 )
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import TEXT, DistillRecipe, DistillSettings, RunOptions, resolve
+from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, Died, edit_json, ending_at, refusal

@@ -11,10 +11,10 @@ from scipy.special import logit
 from scipy.stats import truncnorm
 from torch import Tensor
 
+from hddm.condition_names import TEXT
 from hddm.data.shards import ALL, Rows, Shard, TokenStore, join_samples, open_shard
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
-from hddm.training.settings import TEXT
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from hddm import condition_names
 from hddm.condition_names import TEXT, TEXT_EMBEDS
 from hddm.networks.encoders import CLIP, CLIP_PROJECTED
 from hddm.networks.families.family import Config, Pipeline, Prompts, Taken, count
@@ -59,7 +60,7 @@ class StableDiffusion(Unet):
         self, name: str, config: Config, num_classes: int | None, noise: Generator
     ) -> Tensor:
         match name:
-            case "text_embeds":
+            case condition_names.TEXT_EMBEDS:
                 return torch.randn(1, _vector_width(config), generator=noise)
             case "time_ids":
                 return torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]])
