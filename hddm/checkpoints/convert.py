@@ -8,7 +8,6 @@ on fixed float32 inputs: the raw outputs of both networks, and the expert's velo
 computed here independently, in float64 and from the betas themselves.
 """
 
-import functools
 import json
 import math
 import shutil
@@ -29,7 +28,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summary_lines
 from hddm.checkpoints.sources import Checkpoint, Forward
-from hddm.condition_names import TEXT
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.expert import Expert, field_of
@@ -43,8 +42,9 @@ from hddm.experts.records import (
 )
 from hddm.experts.shard_images import check_fit
 from hddm.experts.verify import warn_of_misreading
+from hddm.networks.families.installed import FamilyError
 from hddm.networks.folders import WEIGHTS, fill, open_network
-from hddm.networks.wrappers import OPTIONAL_CONDITIONS
+from hddm.networks.wrappers import OPTIONAL_CONDITIONS, NetworkWrapper
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
@@ -191,10 +191,19 @@ def write_network(folder: Path, built: Built) -> None:
 
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
     source, network = plan.source, plan.source.class_name
+    shape = _compared_shape(plan)
     try:
         found = _compare(
-            plan, source.forward() if source.forward else _class_forward(source), draft
+            plan, source.forward() if source.forward else _class_forward(source), draft, shape
         )
+    except FamilyError as error:
+        place = ""
+        if shape != list(plan.interface.sample_shape):
+            place = f" at {'×'.join(map(str, shape))}, which compared_size() chooses"
+        raise HddmError(
+            f"{source.path}: its {network} does not run{place}; {error.message}, or correct this config if "
+            "other checkpoints run"
+        ) from error
     except HddmError:
         raise
     except Exception as error:
@@ -217,8 +226,8 @@ def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
     return found
 
 
-def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str, Any]]:
-    """The expert in a folder, uncalibrated; a list that collects its network's raw outputs; its config.
+def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor]]:
+    """The expert in a folder, uncalibrated, and a list that collects its network's raw outputs.
 
     It is built as `hddm.load` does, except that weights stay mapped.
     """
@@ -236,7 +245,7 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     # The adapter drops what is not part of the prediction, and unpacks rows.
     observed = network if record.variance_head else adapter
     observed.register_forward_hook(keep)
-    return field, outputs, network.config
+    return field, outputs
 
 
 def _class_forward(source: Checkpoint) -> Forward:
@@ -244,7 +253,7 @@ def _class_forward(source: Checkpoint) -> Forward:
     origin = str(source.files[0])
     weights = source.table.renamed(source.weights, origin)
     fill(source.network, weights, source.arguments, origin)
-    return functools.partial(source.family.call, source.network)
+    return NetworkWrapper(source.network).full_output
 
 
 class _InFloat32(TorchFunctionMode):
@@ -293,11 +302,13 @@ class _Levels:
 
 
 @torch.no_grad()
-def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCheck:
+def _compare(
+    plan: ConversionPlan, source: Forward, draft: Path, shape: Sequence[int]
+) -> ConversionCheck:
     """Compare the raw outputs and the velocity of the network in ``draft`` with the source's own network."""
-    written, outputs, config = _as_written(draft)
-    conditions = _examples(plan, config)
-    levels = _Levels.of(plan, written, _compared_shape(plan, written, config))
+    written, outputs = _as_written(draft)
+    conditions = _examples(plan)
+    levels = _Levels.of(plan, written, shape)
     # Only the written network takes text that was added.
     is_text_added = plan.built.network is not plan.source.network
     found, wanted = [], []
@@ -305,7 +316,7 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
         for rows in torch.arange(len(levels.times)).split(_rows_at_once(levels.x)):
             own: dict[str, Any] = {}
             for name, one in conditions.items():
-                own[name] = torch.cat([one] * len(rows))
+                own[name] = one[rows]
             known_there = dict(own)
             if is_text_added:
                 known_there.pop(TEXT, None)
@@ -318,27 +329,26 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
     return ConversionCheck(difference, _velocity_errors(plan, levels, torch.cat(found), expected))
 
 
-def _examples(plan: ConversionPlan, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One row of every condition that the written network needs."""
-    noise = generator(0, Use.CONVERSION_CONDITIONS)
-    conditions = {}
-    for name in plan.interface.conditions:
+def _examples(plan: ConversionPlan) -> dict[str, Tensor]:
+    """Conditions that the written network needs, a row for each time: all alike, but for one of no class."""
+    noise, config = generator(0, Use.CONVERSION_CONDITIONS), plan.built.network.config
+    interface, conditions = plan.interface, {}
+    for name in interface.conditions:
         if name not in OPTIONAL_CONDITIONS:
-            conditions[name] = plan.source.family.example(
-                name, config, plan.interface.num_classes, noise
-            )
+            row = plan.source.family.example(name, config, interface.num_classes, noise)
+            conditions[name] = torch.cat([row] * len(TIMES))
+    if LABELS in conditions and interface.null_class is not None:
+        conditions[LABELS][-1] = interface.null_class
     return conditions
 
 
-def _compared_shape(
-    plan: ConversionPlan, written: VelocityField, config: Mapping[str, Any]
-) -> list[int]:
+def _compared_shape(plan: ConversionPlan) -> list[int]:
     """Shape (C, H, W) of the states that are compared."""
-    assert written.sample_shape is not None
-    channels, height, width = written.sample_shape
+    channels, height, width = plan.interface.sample_shape
     # A layout's own network has the positions of one size.
     if plan.source.forward is not None:
         return [channels, height, width]
+    config = plan.built.network.config
     return [channels, *plan.source.family.compared_size(config, (height, width))]
 
 

@@ -41,6 +41,7 @@ from hddm.networks.components import (
 )
 from hddm.networks.encoders import VAES as VAE_KINDS
 from hddm.networks.families import Family, known_family, layouts
+from hddm.networks.families.installed import may_be_added
 from hddm.networks.folders import (
     WEIGHTS,
     empty_network,
@@ -102,10 +103,10 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
         )
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
-        is_foreign = not _is_there(entry) or entry[0] != "diffusers"
-        if is_foreign and entry not in (None, [None, None]):
+        if entry not in (None, [None, None]) and not _is_known(entry):
             text = f"{name} is {entry!r}, not a class of diffusers; hddm runs no other code"
-            raise HddmError(f"{folder / MODEL_INDEX}: {text}")
+            remedy = f", and {may_be_added()}" if name in DENOISERS else ""
+            raise HddmError(f"{folder / MODEL_INDEX}: {text}{remedy}")
     # Some early pipelines of one model hold it at the root.
     at_root = found if (folder / "config.json").exists() else []
     missing = []
@@ -123,6 +124,16 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     if model.is_dir():
         inside(folder, found[0])  # Refuses a link that leaves.
     return open_model(model if model.is_dir() else folder, reading, root=folder)
+
+
+def _is_known(entry: object) -> bool:
+    """True for an entry of diffusers, or of the class that the family of an installed package has."""
+    if not _is_there(entry):
+        return False
+    library, name = entry
+    return library == "diffusers" or (library, name) in {
+        (family.library, family.name) for family in folder_layouts().values()
+    }
 
 
 def _index(folder: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
 from hddm.networks.components import MODEL_INDEX
 from hddm.networks.families import Family
 from hddm.networks.families.family import Pipeline
+from hddm.networks.families.installed import may_be_added
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import (
     encoder_classes,
@@ -58,7 +59,7 @@ def write_back(
     """
     known = [*FILE_LAYOUTS, *folder_layouts()]
     if layout not in known:
-        raise UsageError(f"`to_layout` {layout}: {choose(layout, known)}")
+        raise UsageError(f"`to_layout` {layout}: {choose(layout, known)}; {may_be_added()}")
     if not (folder / EXPERT_FILE).is_file():
         raise UsageError(
             f"{folder}: not an expert folder; name one of an ensemble, or convert it first"
@@ -165,7 +166,7 @@ def _write_pipeline(
     index: dict[str, object] = {
         "_class_name": pipeline.name,
         "_diffusers_version": diffusers.__version__,
-        component: [family.network.__module__.partition(".")[0], family.name],
+        component: [family.library, family.name],
     }
     for name, folder in components_of(source.path).items():
         inner = several_in(folder)

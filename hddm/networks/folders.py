@@ -20,6 +20,7 @@ from torch import Tensor
 from hddm.networks.components import STEM
 from hddm.networks.families import Family, families, family_of
 from hddm.networks.families.former import renamed
+from hddm.networks.families.installed import may_be_added
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
 from hddm.utils.files import identity_of, read_json, sha256_of
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
@@ -62,7 +63,9 @@ def parse_config(
     if name is None:
         raise HddmError(f"{origin}: names no class (_class_name), of {known}; fetch it again")
     if not isinstance(name, str) or name not in classes:
-        raise HddmError(f"{origin}: holds {an(one_line(name, 60))}, not {known}")
+        # Packages add classes of experts, and none of VAEs or routers.
+        remedy = f"; {may_be_added()}" if families().keys() & classes.keys() else ""
+        raise HddmError(f"{origin}: holds {an(one_line(name, 60))}, not {known}{remedy}")
     kind = classes[name]()
     parameters = inspect.signature(kind.__init__).parameters
     arguments = {key: value for key, value in present.items() if key not in _RECORDS}
@@ -105,7 +108,7 @@ def empty_network(
             owner = name.rpartition(".")[0]
             block = type(network.get_submodule(owner)).__name__
             text = "whose constants are in no file; such blocks are not supported"
-            raise HddmError(f"{origin}: {owner} is {an(block)}, {text}")
+            raise HddmError(f"{origin}: {owner or 'its network'} is {an(block)}, {text}")
     return network
 
 

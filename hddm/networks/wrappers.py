@@ -1,6 +1,6 @@
 """Networks in one call, ``network(x, timestep, **conditions) -> Tensor``, and what holds for all of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class NetworkWrapper(nn.Module):
     def __init__(self, model: ModelMixin) -> None:
         super().__init__()
         self.model, self._family = model, known_family(model)
+        self._has_variance_head = self._family.has_variance_head(model.config)
 
     @property
     def config(self) -> object:
@@ -59,7 +60,13 @@ class NetworkWrapper(nn.Module):
             # Sizes are embedded in float32, as times are.
             if name in given:
                 given[name] = given[name].to(x.dtype)
-        return self._family.call(self.model, x, timestep, given)[:, : x.shape[1]]
+        return self.full_output(x, timestep, given)[:, : x.shape[1]]
+
+    def full_output(self, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        """The output with any variance half, for ``conditions`` as they are."""
+        return self._family.full_output(
+            self.model, self._has_variance_head, x, timestep, conditions
+        )
 
 
 def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:

@@ -178,6 +178,11 @@ class DropIn(nn.Module):
         return self.model.device
 
     @property
+    def _signature(self) -> inspect.Signature:
+        """How the network that is replaced is called."""
+        return inspect.signature(type(self._replaced).forward)
+
+    @property
     def _kind(self) -> str:
         return type(self._replaced).__name__
 
@@ -220,22 +225,29 @@ class DropIn(nn.Module):
             case PredictionType.FLOW_PREDICTION:
                 output = v
         output = self._family.as_output(output, self.config).to(call.state.dtype)
+        if "return_dict" not in self._signature.parameters:
+            return output
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     def _read(self, *args: Any, **kwargs: Any) -> _Call:
         """The call, by the signature of the network that is replaced; refuses inputs that would be lost."""
-        bound = inspect.signature(type(self._replaced).forward).bind(None, *args, **kwargs)
+        bound = self._signature.bind(None, *args, **kwargs)
         # The first argument is the network itself, the second one the state.
         _, state, *_ = bound.arguments.values()
         passed = dict([*bound.arguments.items()][2:])
         passed |= passed.pop("added_cond_kwargs", None) or {}
-        timestep = torch.as_tensor(passed.pop("timestep"))
         given: dict[str, Any] = {}
         for name, one in passed.items():
             is_empty = one is None or one is False or one == {}
             if not is_empty:
                 given[name] = one
         state, given = self._family.read_call(state, given)
+        if "timestep" not in given:
+            raise HddmError(
+                f"read_call() of the family of {self._kind} gives no timestep, only "
+                f"{', '.join(given) or 'nothing'}; the pipeline passed {', '.join(passed)}"
+            )
+        timestep = torch.as_tensor(given.pop("timestep"))
         residuals: dict[str, Any] = {}
         for name in self._family.residuals:
             if name in given:

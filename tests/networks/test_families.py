@@ -13,12 +13,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hddm
+from hddm.checkpoints.write_back import write_back
+from hddm.condition_names import LABELS
 from hddm.networks.families import families, known_family, layouts, pipelines
+from hddm.networks.families.dit import DIT
+from hddm.networks.families.family import Taken
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
+from hddm.networks.families.unet import UNET
 from hddm.networks.folders import empty_network
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import compile_blocks
 from hddm.training.adapters import targets_of
+from hddm.utils.errors import Stopped, Unstated
 from tests.artefacts import refusal
 from tests.checkpoint_files import dit, pipeline
 
@@ -30,7 +36,8 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
-from hddm.networks.families.family import Family, Taken
+from hddm.condition_names import LABELS
+from hddm.networks.families.family import Family, Pipeline, Taken
 
 
 class Block(nn.Module):
@@ -44,14 +51,18 @@ class Block(nn.Module):
 
 class Mixer(ModelMixin, ConfigMixin):
     @register_to_config
-    def __init__(self, sample_size=4, in_channels=1, width=16, depth=2):
+    def __init__(self, sample_size=4, in_channels=1, width=16, depth=2, num_classes=None):
         super().__init__()
         self.enter = nn.Linear(in_channels * sample_size**2 + 1, width)
+        # One row more: of no class.
+        self.names = nn.Embedding(num_classes + 1, width) if num_classes else None
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.leave = nn.Linear(width, in_channels * sample_size**2)
 
-    def forward(self, sample, time):
+    def forward(self, sample, time, label=None):
         h = self.enter(torch.cat([sample.flatten(1), time[:, None].to(sample) / 1000], 1))
+        if self.names is not None:
+            h = h + self.names(label)
         for block in self.blocks:
             h = block(h)
         return self.leave(h).view_as(sample)
@@ -65,8 +76,12 @@ class MixerFamily(Family):
     lora_layers = r"blocks\.\d+\.(up|down)"
     network = Mixer
 
+    def conditions(self, config):
+        number = config["num_classes"]
+        return Taken((LABELS,), number, number) if number else Taken()
+
     def call(self, model, x, timestep, conditions):
-        return model(x, timestep)
+        return model(x, timestep, conditions.get(LABELS))
 
     def compared_size(self, config, size):
         return size
@@ -74,6 +89,21 @@ class MixerFamily(Family):
 
 MIXER = MixerFamily()
 '''
+PIPELINE = """
+
+from diffusers import DiffusionPipeline
+
+
+class MixerPipeline(DiffusionPipeline):
+    def __init__(self, transformer, scheduler):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+"""
+IN_PIPELINE = """pipelines = (Pipeline("MixerPipeline"),)
+
+    def read_call(self, state, given):
+        return state, {"timestep": given["time"], LABELS: given["label"]}
+"""
 SCHEDULER = {
     "_class_name": "DDPMScheduler",
     "num_train_timesteps": 1000,
@@ -88,6 +118,25 @@ def _install(folder: Path, module: str = PACKAGE) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[hddm.families]\nmixer = mine:MIXER\n")
+
+
+def _mixer(folder: Path, **changes: object) -> Path:
+    """Write a Mixer as a tool would that does not know hddm; ``changes`` are of its config."""
+    folder.mkdir()
+    config = {"_class_name": "Mixer", "sample_size": 4, "in_channels": 1, "width": 16, "depth": 2}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
+    shapes = {"enter": (16, 17), "leave": (16, 16)}
+    for k in range(2):
+        shapes |= {f"blocks.{k}.up": (32, 16), f"blocks.{k}.down": (16, 32)}
+    weights = {}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = torch.randn(shape) / 8
+        weights[f"{name}.bias"] = torch.randn(shape[0]) / 8
+    if "num_classes" in changes:
+        weights["names.weight"] = torch.randn(3, 16)
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
+    return folder
 
 
 def _run(packages: Path, *words: object) -> "subprocess.CompletedProcess[str]":
@@ -109,21 +158,8 @@ def test_a_family_of_an_installed_package_converts_samples_and_trains(
 ) -> None:
     packages, source = tmp_path / "packages", tmp_path / "source"
     packages.mkdir()
-    source.mkdir()
     _install(packages)
-    config = {"_class_name": "Mixer", "sample_size": 4, "in_channels": 1, "width": 16, "depth": 2}
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
-    shapes = {"enter": (16, 17), "leave": (16, 16)}
-    for k in range(2):
-        shapes |= {f"blocks.{k}.up": (32, 16), f"blocks.{k}.down": (16, 32)}
-    weights = {}
-    for name, shape in shapes.items():
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = (
-            torch.randn(shape) / 8,
-            torch.randn(shape[0]) / 8,
-        )
-    save_file(weights, source / "diffusion_pytorch_model.safetensors")
+    _mixer(source)
     expert = tmp_path / "expert"
     told = _hddm(packages, "convert", source, "--out", expert)
     assert "layout: mine-mixer" in told
@@ -161,12 +197,20 @@ def test_a_family_of_an_installed_package_converts_samples_and_trains(
     back = _run(
         packages, "convert", expert, "--out", tmp_path / "back", "--to-layout", "mine-mixer"
     )
-    said = "hddm: --to-layout mine-mixer: the family of Mixer names no pipeline to write a network into\n"
+    said = "its family names the class of one in `pipelines`\n"
     # A slow machine also says how long it takes.
     assert (back.returncode, back.stderr.endswith(said)) == (1, True)
     assert not (tmp_path / "back").exists()
     # Nothing in a folder adds a family: without the package it is refused.
-    assert "holds a Mixer, not a" in refusal(hddm.load, expert)
+    by_package = "; an installed package may add it (entry points hddm.families; installed: none)"
+    for told in (
+        refusal(hddm.load, expert),
+        refusal(hddm.load, tmp_path / "lora"),
+        refusal(hddm.convert, source, tmp_path / "again"),
+        refusal(hddm.convert, expert, tmp_path / "again"),
+    ):
+        assert "holds a Mixer, not a" in told
+        assert told.endswith(by_package)
 
 
 def test_each_family_has_a_layout_and_pipelines_of_its_own() -> None:
@@ -177,13 +221,21 @@ def test_each_family_has_a_layout_and_pipelines_of_its_own() -> None:
         assert family.network.__name__ == family.name
 
 
-HEAD = "from hddm.networks.families.family import Family, Pipeline\n"
+HEAD = """
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from hddm.networks.families.family import Family, Pipeline
+"""
 CLASS = """
-class Mine:
-    pass
+class Mine(ModelMixin, ConfigMixin):
+    @register_to_config
+    def __init__(self, sample_size=4):
+        super().__init__()
 
 class MineFamily(Family):
     name = "Mine"
+    layout = "mine"
+    depths = ()
     network = Mine
     {}
 
@@ -210,7 +262,7 @@ MIXER = MineFamily()
             "the family is called Other, and the class of its network Mine",
         ),
         (
-            CLASS.format('name = "UNet2DModel"; network = type(name, (), {})'),
+            CLASS.format('name = "UNet2DModel"; network = type(name, (Mine,), {})'),
             "the class UNet2DModel has a family already, UNet2DModel; rename it there, or uninstall",
         ),
         (
@@ -224,6 +276,29 @@ MIXER = MineFamily()
         (
             CLASS.format('former_norm = "ada_norm_single"'),
             "the former norm_type ada_norm_single has a family already, PixArtTransformer2DModel",
+        ),
+        (
+            CLASS.format('depths = ("depth",)'),
+            "depths is ('depth',), and must be of tuple[tuple[str, ...], ...]; correct it in the package",
+        ),
+        (
+            CLASS.format("depths = Family.depths"),
+            "depths names num_layers, which Mine does not take; name its arguments",
+        ),
+        (CLASS.format('blocks = ("Block")'), "blocks is 'Block', and must be of tuple[str, ...]"),
+        (CLASS.format('lora_layers = "("'), "lora_layers is no regular expression (missing )"),
+        (CLASS.format('layout = ""'), "layout is empty; name the one of its folders"),
+        (
+            CLASS.format("network = property(lambda self: 1 / 0)"),
+            "cannot be loaded (ZeroDivisionError: division by zero)",
+        ),
+        (
+            CLASS.format("").replace("    @register_to_config\n", ""),
+            "Mine is no ModelMixin with ConfigMixin of diffusers whose constructor is decorated",
+        ),
+        (
+            CLASS.format("").replace("sample_size=4", "side=4"),
+            "Mine takes no sample_size, so states_size must be False",
         ),
     ],
     ids=lambda value: value[-60:],
@@ -241,12 +316,16 @@ def test_a_package_whose_family_is_broken_or_has_a_name_that_is_taken_is_named(
 
 
 @pytest.fixture
-def with_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Install a package whose family has these lines in its class."""
+def with_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
+    """Install a package with this module."""
+    packages = tmp_path / "packages"
 
-    def install(lines: str) -> None:
-        _install(tmp_path, HEAD + CLASS.format(lines))
-        monkeypatch.syspath_prepend(tmp_path)
+    def install(module: str) -> None:
+        packages.mkdir()
+        _install(packages, module)
+        monkeypatch.syspath_prepend(packages)
         monkeypatch.delitem(sys.modules, "mine", raising=False)
         families.cache_clear()
 
@@ -254,6 +333,147 @@ def with_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     sys.modules.pop("mine", None)
     monkeypatch.undo()
     families.cache_clear()
+
+
+@pytest.fixture
+def with_family(with_package: Callable[[str], None]) -> Callable[[str], None]:
+    """Install a package whose family has these lines in its class."""
+    return lambda lines: with_package(HEAD + CLASS.format(lines))
+
+
+def _mixer_with(lines: str) -> str:
+    """The module of the Mixer, with further lines in its family."""
+    return PACKAGE.replace("\n\n\nMIXER =", f"\n\n    {lines}\n\n\nMIXER =")
+
+
+_CALLED = "return model(x, timestep, conditions[LABELS])"
+_WRONG = [
+    # Values that no network can have.
+    ("def conditions(self, config): return Taken((LABELS))", "conditions() names 'class_labels'"),
+    ("def conditions(self, config): return Taken((LABELS,))", "num_classes is None of a network"),
+    (
+        "def conditions(self, config): return Taken((LABELS,), '2')",
+        "num_classes is '2', and must be",
+    ),
+    ("def conditions(self, config): return Taken((LABELS,), 2, 7)", "null_class is 7 of 2 classes"),
+    # Of another kind than the method says.
+    (
+        "def conditions(self, config): return (LABELS,)",
+        "conditions() returns ('class_labels',), and must return Taken; correct it there",
+    ),
+    (
+        "def compared_size(self, config, size): return [4, 4]",
+        "compared_size() returns [4, 4], and must return tuple[int, int]; correct it there",
+    ),
+    # What a method raises.
+    (
+        "def conditions(self, config): return Taken((LABELS,), config['classes'])",
+        "conditions() fails (KeyError: 'classes'); correct it there",
+    ),
+    (
+        "def conditions(self): return Taken()",
+        "conditions() fails (TypeError: MixerFamily.conditions()",
+    ),
+    (
+        "def channels(self, config): return config['depth'] / 0",
+        "channels() fails (ZeroDivisionError",
+    ),
+    # What does not fit the network.
+    ("def conditions(self, config): return Taken()", "call() fails (TypeError: embedding()"),
+    ("def conditions(self, config): return Taken((LABELS,), 5, 5)", "call() fails (IndexError"),
+    (
+        "def conditions(self, config): return Taken((LABELS, 'mood'), 2, 2)",
+        "has no example() of the condition mood, which conditions() names",
+    ),
+    ("call = Family.call", "call() fails (TypeError: Mixer.forward() got an unexpected keyword"),
+    (
+        f"def call(self, model, x, timestep, conditions): {_CALLED}.flatten(1)",
+        "call() gives (5, 16) for states of (5, 1, 4, 4), and without a learned variance",
+    ),
+    (
+        "def call(self, model, x, timestep, conditions): pass",
+        "call() returns None, and must return Tensor",
+    ),
+    (
+        "def has_variance_head(self, config): return True",
+        "with a learned variance (has_variance_head) it is (5, 2, 4, 4)",
+    ),
+    (
+        "def compared_size(self, config, size): return (2, 2)",
+        "its Mixer does not run at 1×2×2, which compared_size() chooses; package mine: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "said"), _WRONG, ids=lambda value: value[-60:])
+def test_what_a_family_gets_wrong_is_told_with_its_package(
+    lines: str, said: str, with_package: Callable[[str], None], tmp_path: Path
+) -> None:
+    source = _mixer(tmp_path / "source", num_classes=2)
+    with_package(_mixer_with(lines))
+    told = refusal(hddm.convert, source, tmp_path / "expert")
+    assert "package mine: the family of Mixer: " in told
+    assert said in told
+    assert not (tmp_path / "expert").exists()
+
+
+def test_a_label_of_none_that_the_network_has_no_row_for_is_found(
+    with_package: Callable[[str], None], tmp_path: Path
+) -> None:
+    source = _mixer(tmp_path / "source", num_classes=2)
+    # Three rows: the label of none is the last of three classes, or one more.
+    with_package(_mixer_with("def conditions(self, config): return Taken((LABELS,), 3, 2)"))
+    hddm.convert(source, tmp_path / "expert")
+    source = _mixer(tmp_path / "other", num_classes=2)
+    families()["Mixer"].conditions = lambda config: Taken((LABELS,), 3, 3)
+    assert "call() fails (IndexError" in refusal(hddm.convert, source, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "error", [Stopped("stopped at step 3", 15), MemoryError(), Unstated("it", "has none", "steps")]
+)
+def test_an_error_that_is_no_fault_of_the_family_stays_as_it_is(
+    error: Exception, with_family: Callable[[str], None]
+) -> None:
+    with_family("def patch(self, config): raise self.error")
+    family = families()["Mine"]
+    family.error = error
+    with pytest.raises(type(error)) as caught:
+        family.patch({})
+    assert caught.value is error
+
+
+def test_classes_of_a_config_that_fit_no_network_are_refused() -> None:
+    said = "num_classes is None of a network that takes class_labels; it is 1 or more with them"
+    assert said in refusal(DIT.conditions, {"num_embeds_ada_norm": None})
+    assert "num_classes is -3 of" in refusal(UNET.conditions, {"num_class_embeds": -3})
+
+
+def test_a_lora_expert_of_a_package_is_sampled_assembled_and_written_back(
+    with_package: Callable[[str], None], shards: Path, tmp_path: Path
+) -> None:
+    source, expert = _mixer(tmp_path / "source", num_classes=2), tmp_path / "expert"
+    with_package(_mixer_with(IN_PIPELINE) + PIPELINE)
+    hddm.convert(source, expert)
+    settings = {"objective": "ddpm", "steps": 2, "batch_size": 4, "lora_rank": 2}
+    loras = [tmp_path / "lora0", tmp_path / "lora1"]
+    for k, out in enumerate(loras):
+        hddm.train(shards / f"shard_{k}", out, init=expert, **settings)
+    hddm.assemble(loras, tmp_path / "ensemble")
+    labels = torch.tensor([0, 1])
+    images = hddm.sample(hddm.load(tmp_path / "ensemble"), 2, steps=2, class_labels=labels)
+    assert images.shape == (2, 1, 4, 4)
+    back = tmp_path / "back"
+    write_back(loras[0], back, "mine-mixer")
+    # It is opened again, by the class and module that its family has.
+    again = hddm.convert(back, tmp_path / "again")
+    pipe = sys.modules["mine"].MixerPipeline.from_pretrained(back)
+    want = pipe.transformer(images, torch.tensor([500, 20]), labels)
+    pipe.transformer = hddm.drop_in(again, pipe)
+    torch.testing.assert_close(pipe.transformer(images, torch.tensor([500, 20]), labels), want)
+    families()["Mixer"].read_call = lambda state, given: (state, given)
+    said = "read_call() of the family of Mixer gives no timestep, only time, label; the pipeline passed"
+    assert said in refusal(pipe.transformer, images, torch.tensor([500, 20]), labels)
 
 
 def test_a_layout_of_a_package_cannot_have_the_name_of_a_layout_of_single_files(

@@ -48,11 +48,37 @@ class Interface:
 
 @dataclass(frozen=True)
 class Taken:
-    """Conditions that a network takes, with its number of classes and the class that stands for none."""
+    """Conditions that a network takes, with its number of classes and the class that stands for none.
+
+    Raises `HddmError` for names that are no tuple of different texts, and for classes that do not fit them.
+    """
 
     conditions: tuple[str, ...] = ()
     num_classes: int | None = None
     null_class: int | None = None
+
+    def __post_init__(self) -> None:
+        names, classes, null = self.conditions, self.num_classes, self.null_class
+        # One name in parentheses without a comma is a text, whose letters would be the names.
+        is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+        if not is_tuple or len(set(names)) < len(names):
+            raise HddmError(
+                f"conditions() names {_cut(names)}, which must be a tuple of different texts"
+            )
+        has_labels = condition_names.LABELS in names
+        if classes is not None and not isinstance(classes, int):
+            raise HddmError(f"num_classes is {_cut(classes)}, and must be a whole number")
+        if has_labels != bool(classes) or (classes or 0) < 0:
+            takes = "takes" if has_labels else "does not take"
+            raise HddmError(
+                f"num_classes is {_cut(classes)} of a network that {takes} {condition_names.LABELS}; "
+                "it is 1 or more with them, and None without"
+            )
+        if null is not None and not (isinstance(null, int) and 0 <= null <= (classes or 0)):
+            raise HddmError(
+                f"null_class is {_cut(null)} of {classes} classes; the class that stands for none is one "
+                "of them, or has their number, or is None"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,6 +168,11 @@ class Family:
         kind: type[ModelMixin] = getattr(diffusers, self.name)
         return kind
 
+    @property
+    def library(self) -> str:
+        """The package that has the class, as the index of a pipeline names it."""
+        return self.network.__module__.partition(".")[0]
+
     def has_key(self, key: str) -> bool:
         """True if the constructor takes an argument of this name."""
         return key in inspect.signature(self.network.__init__).parameters
@@ -179,7 +210,12 @@ class Family:
 
     def channels(self, config: Config) -> int:
         """Channels of a sample; `HddmError` for a network that gives other ones than it takes."""
-        taken, given = count(config, "in_channels") or 0, config.get("out_channels")
+        taken, given = count(config, "in_channels"), config.get("out_channels")
+        if taken is None or taken < 1:
+            raise HddmError(
+                f"the config of {self.name} has in_channels {taken}, and must have 1 or more; a family whose "
+                "config says it otherwise has a method `channels` of its own"
+            )
         if given not in (None, taken) and not self.has_variance_head(config):
             text = "that is not a plain denoiser (an inpainting or upscaling model?)"
             raise HddmError(f"{self.name} takes {taken} channels and gives {given}: {text}")
@@ -211,8 +247,33 @@ class Family:
         result: Tensor = model(x, timestep=timestep, return_dict=False, **given)[0]
         return result
 
+    def full_output(
+        self,
+        model: ModelMixin,
+        has_variance_head: bool,
+        x: Tensor,
+        timestep: Tensor,
+        conditions: Tensors,
+    ) -> Tensor:
+        """What `call` returns; raises `HddmError` for another shape than that of its states."""
+        output = self.call(model, x, timestep, conditions)
+        channels = 2 * x.shape[1] if has_variance_head else x.shape[1]
+        wanted = (x.shape[0], channels, *x.shape[2:])
+        if not isinstance(output, Tensor) or output.shape != wanted:
+            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            head = "with" if has_variance_head else "without"
+            raise HddmError(
+                f"call() gives {found} for states of {tuple(x.shape)}, and {head} a learned variance "
+                f"(has_variance_head) it is {wanted}"
+            )
+        return output
+
     def read_call(self, state: Tensor, given: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """The state (batch, C, H, W) and the other inputs of a pipeline's call of its network."""
+        """The state (batch, C, H, W) and the other inputs of a pipeline's call of its network.
+
+        ``state`` is the first argument, and ``given`` are the others by name. The result has ``timestep`` and
+        conditions by the names of `conditions`; a network that names its arguments otherwise is renamed here.
+        """
         return state, given
 
     def as_output(self, state: Tensor, config: Config) -> Tensor:
@@ -232,12 +293,13 @@ class Family:
         """One row of the condition ``name``, of fixed or random numbers in the shape that it takes."""
         match name:
             case condition_names.LABELS:
-                return torch.randint(num_classes or 1, (1,), generator=noise)
+                # The last one: a network of fewer classes fails on it.
+                return torch.tensor([(num_classes or 1) - 1])
             case condition_names.TEXT:
                 return torch.randn(1, _TOKENS, self.text_width(config) or 1, generator=noise)
             case condition_names.POOLED:
                 return torch.randn(1, config["pooled_projection_dim"], generator=noise)
-        raise HddmError(f"{self.name} has no example of the condition {name}")
+        raise HddmError(f"has no example() of the condition {name}, which conditions() names")
 
     def defaults(
         self, names: Sequence[str], sample_shape: tuple[int, int, int]
@@ -257,7 +319,9 @@ class Family:
         Raises `HddmError` where there is none.
         """
         if not self.pipelines:
-            raise HddmError(f"the family of {self.name} names no pipeline to write a network into")
+            raise HddmError(
+                f"{self.name} is written into no pipeline; its family names the class of one in `pipelines`"
+            )
         return self.pipelines[0]
 
     def licence(self, arguments: Config) -> str | None:
@@ -274,6 +338,10 @@ class Family:
             text = f"it is a side, or a pair of sides, of 1 to {LARGEST_SIDE}; pass `sample_size`"
             raise HddmError(f"the config of {self.name} has sample_size {str(size)[:40]}: {text}")
         return sides[0], sides[1]
+
+
+def _cut(value: object) -> str:
+    return repr(value)[:40]
 
 
 def _is_side(value: object) -> bool:
