@@ -96,7 +96,11 @@ class Prediction(ABC):
         return None
 
     def bounded_part(self, bound: float) -> tuple[float, float]:
-        """The part of t where the velocity has the output times ``bound`` at most; ``bound`` is above 1."""
+        """The part of t where the gain is at most ``bound``, which is above 1.
+
+        The gain is the factor of the output in the velocity of the common path. One that does not grow
+        without bound is allowed everywhere.
+        """
         return 0.0, 1.0
 
 

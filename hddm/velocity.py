@@ -17,9 +17,9 @@ estimates, the one that the state no longer determines fades with its share in t
     t < t_min:  v = (r eps - x)/(1 - t),    r = [t/(1-t)] / [t_min/(1-t_min)]
 
 This is how the posterior means of a smooth, centred density behave, to first order. It is continuous at the
-ends, v = x at t = 1 and v = -x at t = 0. A form that is singular *inside* its schedule's range (epsilon where
-alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete schedule,
-`SINGULAR_MARGIN` before the end of a continuous one.
+ends, v = x at t = 1 and v = -x at t = 0. A prediction that is singular *inside* its schedule's range (epsilon
+where alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete
+schedule, `SINGULAR_MARGIN` before the end of a continuous one.
 
 **A noise range** is another thing: the part [low, high] of t that an expert was trained for, whatever its
 schedule could express. Nothing stands in for the expert outside it: its velocity is refused there, and an
