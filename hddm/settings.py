@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
 from hddm.guidance import Guidance, GuideBy, Interval
+from hddm.predictions import PredictionType
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
 from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, Share, parse_record
@@ -129,8 +130,11 @@ DeviceName = Annotated[str, _checked(_check_device)]
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 SolverName = Literal["euler", "heun", "adams-moulton"]
 """Keys of `hddm.solvers.SOLVERS`."""
-PredictionName = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
-"""Values of `hddm.velocity.PredictionType`, which also has their formulas."""
+if TYPE_CHECKING:
+    # Type checkers do not read choices that are computed.
+    PredictionName = str
+else:
+    PredictionName = Literal[tuple(kind.value for kind in PredictionType)]
 
 
 def _whole_amount(text: Any) -> Any:

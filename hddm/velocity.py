@@ -4,7 +4,7 @@ For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state 
 
 1. match:   the native time u with s(u)/a(u) = t/(1 - t), inverting the schedule continuously;
 2. rescale: the network gets y = (a + s) x, which is a x_0 + s eps, at u;
-3. convert: its output becomes eps - x_0 (`velocity`).
+3. convert: its output becomes eps - x_0 (`hddm.predictions.Prediction.velocity`).
 
 With an exact denoiser the result is exact for every t in [t_min, t_max], the range of the expert's schedule.
 
@@ -17,9 +17,9 @@ estimates, the one that the state no longer determines fades with its share in t
     t < t_min:  v = (r eps - x)/(1 - t),    r = [t/(1-t)] / [t_min/(1-t_min)]
 
 This is how the posterior means of a smooth, centred density behave, to first order. It is continuous at the
-ends, v = x at t = 1 and v = -x at t = 0. A form that is singular *inside* its schedule's range (epsilon where
-alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete schedule,
-`SINGULAR_MARGIN` before the end of a continuous one.
+ends, v = x at t = 1 and v = -x at t = 0. A prediction that is singular *inside* its schedule's range (epsilon
+where alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete
+schedule, `SINGULAR_MARGIN` before the end of a continuous one.
 
 **A noise range** is another thing: the part [low, high] of t that an expert was trained for, whatever its
 schedule could express. Nothing stands in for the expert outside it: its velocity is refused there, and an
@@ -27,8 +27,6 @@ ensemble uses another expert of the same domain (`hddm.ensemble`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -41,8 +39,10 @@ from hddm.conditions import Inputs, can_guide, check_names, check_negative, chec
 from hddm.guidance import Guidance as Guidance
 from hddm.networks.families import sample_settings
 from hddm.networks.wrappers import declared_shape, missing_from
+from hddm.predictions import PathPoint, Prediction
+from hddm.predictions import PredictionType as PredictionType
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.utils.errors import HddmError, an, choose, one_line
+from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.records import WHOLE, NoiseRange, composed
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
 
@@ -51,95 +51,6 @@ ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
 TIME_SCALE = 1000.0
 """Factor on native times in [0, 1] before a network that hddm trains embeds them."""
-
-
-class PredictionType(StrEnum):
-    """The quantity that a network predicts, spelt as diffusers spells it."""
-
-    EPSILON = "epsilon"
-    """The noise eps."""
-    SAMPLE = "sample"
-    """The data x_0."""
-    V_PREDICTION = "v_prediction"
-    """Salimans & Ho's v = a eps - s x_0 (arXiv:2202.00512); not a velocity in general."""
-    FLOW_PREDICTION = "flow_prediction"
-    """The velocity of the expert's own path, a' x_0 + s' eps, per unit of its native time."""
-
-    @classmethod
-    def parse(cls, name: str) -> "PredictionType":
-        """The member called ``name``; `HddmError` names the four that exist."""
-        if name not in list(cls):
-            raise HddmError(f"unknown prediction type {name!r}: {choose(name, list(cls))}")
-        return cls(name)
-
-
-@dataclass(frozen=True)
-class PathPoint:
-    """One state in both coordinates; every tensor broadcasts against ``x``.
-
-    ``x`` is on the common path at ``t``, ``y = (alpha + sigma) x`` on the expert's own path at its native
-    time, where ``derivatives`` is (d alpha, d sigma).
-    """
-
-    x: Tensor
-    y: Tensor
-    t: Tensor
-    alpha: Tensor
-    sigma: Tensor
-    derivatives: Callable[[], tuple[Tensor, Tensor]]
-
-
-def x_0_and_eps(
-    prediction_type: PredictionType, output: Tensor, at: PathPoint
-) -> tuple[Tensor, Tensor]:
-    """Estimates (x_0, eps) that a network's ``output`` implies for y = alpha x_0 + sigma eps.
-
-        epsilon:          x_0 = (y - s eps)/a                  singular at a = 0
-        sample:           eps = (y - a x_0)/s                  singular at s = 0
-        v_prediction:     x_0 = (a y - s v)/(a² + s²),  eps = (s y + a v)/(a² + s²)
-        flow_prediction:  x_0 = (s' y - s u)/D,  eps = (a u - a' y)/D,  D = a s' - s a'
-
-    At a singular point the result is inf or nan; `VelocityField` never evaluates there.
-    """
-    a, s, y = at.alpha, at.sigma, at.y
-    match prediction_type:
-        case PredictionType.EPSILON:
-            return (y - s * output) / a, output
-        case PredictionType.SAMPLE:
-            return output, (y - a * output) / s
-        case PredictionType.V_PREDICTION:
-            norm = a**2 + s**2
-            return (a * y - s * output) / norm, (s * y + a * output) / norm
-        case PredictionType.FLOW_PREDICTION:
-            d_a, d_s = at.derivatives()
-            det = a * d_s - s * d_a
-            return (d_s * y - s * output) / det, (a * output - d_a * y) / det
-
-
-def velocity(prediction_type: PredictionType, output: Tensor, at: PathPoint) -> Tensor:
-    """Velocity eps - x_0 of the common path through ``at.x``, per unit of t.
-
-        epsilon:          (eps - x)/(1 - t)                    singular at t = 1
-        sample:           (x - x_0)/t                          singular at t = 0
-        v_prediction:     [(s - a) y + (a + s) v]/(a² + s²)    nowhere singular
-        flow_prediction:  [(a + s) u - (a' + s') y]/(a s' - s a')
-
-    On the linear path the last one is the output itself. Its sign is diffusers' (noise minus data),
-    the negative of that in SiT and in facebookresearch/flow_matching.
-
-    Sources: arXiv:2412.06264 (affine paths); Diff2Flow (arXiv:2506.02221) for epsilon and v.
-    """
-    a, s = at.alpha, at.sigma
-    match prediction_type:
-        case PredictionType.EPSILON:
-            return (output - at.x) / (1 - at.t)
-        case PredictionType.SAMPLE:
-            return (at.x - output) / at.t
-        case PredictionType.V_PREDICTION:
-            return ((s - a) * at.y + (a + s) * output) / (a**2 + s**2)
-        case PredictionType.FLOW_PREDICTION:
-            d_a, d_s = at.derivatives()
-            return ((a + s) * output - (d_a + d_s) * at.y) / (a * d_s - s * d_a)
 
 
 def check_times(x_t: Tensor, t: Tensor) -> Tensor:
@@ -169,6 +80,18 @@ def check_states(x_t: Tensor, sample_shape: Sequence[int] | None) -> None:
         raise HddmError(
             f"x_t has shape {tuple(x_t.shape)}; this model takes states (batch, {sample_shape[0]}, H, W)"
         )
+
+
+def derivatives_at(
+    schedule: Schedule, native: Tensor, wide: Callable[[Tensor], Tensor]
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """`hddm.predictions.Level.derivatives` at native times (batch,), each made ``wide`` as states are."""
+
+    def derivatives() -> tuple[Tensor, Tensor]:
+        d_alpha, d_sigma = schedule.derivatives(native)
+        return wide(d_alpha), wide(d_sigma)
+
+    return derivatives
 
 
 class VelocityField:
@@ -227,13 +150,13 @@ class VelocityField:
         self.conditions = None if conditions is None else tuple(conditions)
         self.null_conditions = dict(null_conditions or {})
         self.sample_shape = sample_shape or declared_shape(network)
-        if self.prediction_type is PredictionType.FLOW_PREDICTION:
+        if self.prediction.is_velocity:
             schedule.derivatives(torch.zeros(1, dtype=torch.float64))
         self.classes = tuple(map(composed, classes))
         self.shift = shift
         self.weak = weak
         self.sampling_steps, self.inner_guidance = sampling_steps, inner_guidance
-        self.range = _exact_range(schedule, self.prediction_type)
+        self.range = _exact_range(schedule, self.prediction)
         self.noise_range = low, high = noise_range
         if not (0 <= low < high <= 1 and low < self.range[1] and high > self.range[0]):
             raise HddmError(
@@ -244,6 +167,11 @@ class VelocityField:
     def __repr__(self) -> str:
         predicts = self.prediction_type.value
         return f"<VelocityField of a network that predicts {predicts}, samples {self.sample_shape}>"
+
+    @property
+    def prediction(self) -> Prediction:
+        """What its network predicts."""
+        return self.prediction_type.prediction
 
     @property
     def device(self) -> torch.device:
@@ -399,13 +327,12 @@ class VelocityField:
                 f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}; "
                 "sample at that size"
             )
-        bound = MAX_GAIN if self.prediction_type is PredictionType.EPSILON else None
+        bound = MAX_GAIN if self.prediction.is_of_noise else None
         return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""
-        is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
-        if is_flow and isinstance(self.schedule, LinearSchedule):
+        if self.prediction.is_velocity and isinstance(self.schedule, LinearSchedule):
             return self.output_of(x, t, conditions)
         low, high = self.range
         inside = t.clamp(low, high)
@@ -419,17 +346,14 @@ class VelocityField:
         def wide(values: Tensor) -> Tensor:
             return sent(append_dims(values, x.ndim), x.device, x.dtype)
 
-        def derivatives() -> tuple[Tensor, Tensor]:
-            d_alpha, d_sigma = self.schedule.derivatives(native)
-            return wide(d_alpha), wide(d_sigma)
-
         y = wide(scale) * x
         output = self.output_of(y, native, conditions)
-        at = PathPoint(x, y, wide(inside), wide(alpha), wide(sigma), derivatives)
-        v = velocity(self.prediction_type, output, at)
+        derivatives = derivatives_at(self.schedule, native, wide)
+        at = PathPoint(wide(alpha), wide(sigma), derivatives, x, y, wide(inside))
+        v = self.prediction.velocity(output, at)
         if bool((t == inside).all()):
             return v
-        x_0, eps = x_0_and_eps(self.prediction_type, output, at)
+        x_0, eps = self.prediction.x_0_and_eps(output, at)
         is_above, is_below = t > inside, t < inside
         # Masked before they meet the state: an inf in the row not taken would make its gradient nan.
         fade_signal = torch.where(is_above, (1 - t) / t * inside / (1 - inside), 0)
@@ -469,12 +393,12 @@ class VelocityField:
         return rows
 
 
-def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[float, float]:
+def _exact_range(schedule: Schedule, prediction: Prediction) -> tuple[float, float]:
     low, high = schedule.range
-    if prediction_type is PredictionType.EPSILON and high == 1.0:
+    if prediction.is_of_noise and high == 1.0:
         # With zero terminal SNR the last index holds no signal.
         is_discrete = isinstance(schedule, DiscreteSchedule)
         high = schedule.common_time(schedule.end - 1) if is_discrete else 1.0 - SINGULAR_MARGIN
-    if prediction_type is PredictionType.SAMPLE and low == 0.0:
+    if prediction.is_singular_at_data and low == 0.0:
         low = SINGULAR_MARGIN
     return low, high

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hddm.classes import join_classes
 from hddm.ensemble import Part
+from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.velocity import VelocityField
 from tests.oracles import AlphaSigma, GaussianMixture, OracleNetwork
@@ -94,7 +95,7 @@ CASES = CONTINUOUS + DISCRETE
 LEGAL = [
     pytest.param(case, prediction_type, id=f"{case.name}-{prediction_type}")
     for case in CASES
-    for prediction_type in ("epsilon", "sample", "v_prediction", "flow_prediction")
+    for prediction_type in (kind.value for kind in PredictionType)
     if case in CONTINUOUS or prediction_type != "flow_prediction"
 ]
 

@@ -25,6 +25,7 @@ import hddm
 from hddm.networks.transformers import ExpertTransformer
 from tests.artefacts import Command, contents
 from tests.hostile import grown_by
+from tests.oracles import solved
 
 SHARES = (0.05, 0.4, 0.7, 0.97)
 """Of an expert's range of noise levels."""
@@ -172,11 +173,7 @@ def check_velocity(
             :, : x.shape[1]
         ].double()
         x, y = x.double(), y.double()
-        x_0, eps = {
-            "epsilon": lambda d, y=y, a=a, s=s: ((y - s * d) / a, d),
-            "sample": lambda d, y=y, a=a, s=s: (d, (y - a * d) / s),
-            "v_prediction": lambda d, y=y, a=a, s=s: (a * y - s * d, s * y + a * d),
-        }[kind](output)
+        x_0, eps = solved(kind, output, y, torch.tensor(a), torch.tensor(s))
         velocity = field.velocity(x.float(), torch.tensor([t], dtype=torch.float64), **given)
         assert velocity.shape == x.shape
         error = ((velocity - (eps - x_0)).norm() / (eps - x_0).norm()).item()

@@ -133,6 +133,43 @@ def exact_router(
     return router
 
 
+def predicted(
+    prediction_type: str,
+    x_0: Tensor,
+    eps: Tensor,
+    a: Tensor,
+    s: Tensor,
+    by_time: Callable[[], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """What a perfect network gives for y = a x_0 + s eps, by the definition of each type.
+
+    ``by_time`` gives the derivatives of ``a`` and ``s``, which a velocity needs.
+    """
+    match prediction_type:
+        case "epsilon":
+            return eps
+        case "sample":
+            return x_0
+        case "v_prediction":
+            return a * eps - s * x_0
+        case "flow_prediction":
+            assert by_time is not None
+            d_a, d_s = by_time()
+            return d_a * x_0 + d_s * eps
+    raise AssertionError(prediction_type)
+
+
+def solved(
+    prediction_type: str, output: Tensor, y: Tensor, a: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x_0 and eps, by Cramer's rule from y = a x_0 + s eps and the definition of the ``output``."""
+    one, zero = torch.ones_like(output), torch.zeros_like(output)
+    by_x_0 = predicted(prediction_type, one, zero, a, s)
+    by_eps = predicted(prediction_type, zero, one, a, s)
+    determinant = a * by_eps - s * by_x_0
+    return (by_eps * y - s * output) / determinant, (a * output - by_x_0 * y) / determinant
+
+
 class OracleNetwork:
     """The optimal network for a shard on a schedule; it keeps what it was fed in ``fed``.
 
@@ -160,13 +197,13 @@ class OracleNetwork:
         a, s = self.alpha_sigma(time)
         x_0, eps = self.shard.x_0_and_eps(y, a, s)
         ones = [1] * (y.ndim - 1)
-        if self.prediction_type == "flow_prediction":
-            a, s = slopes(self.alpha_sigma, time)
-            return a.view(-1, *ones) * x_0 + s.view(-1, *ones) * eps
         a, s = a.view(-1, *ones), s.view(-1, *ones)
-        return {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[
-            self.prediction_type
-        ]
+
+        def by_time() -> tuple[Tensor, Tensor]:
+            d_a, d_s = slopes(self.alpha_sigma, time)
+            return d_a.view(-1, *ones), d_s.view(-1, *ones)
+
+        return predicted(self.prediction_type, x_0, eps, a, s, by_time)
 
 
 class NoisyEpsilon(OracleNetwork):

@@ -12,9 +12,10 @@ from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.predictions import PredictionType
 from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule
-from hddm.velocity import TIME_SCALE, PredictionType
+from hddm.velocity import TIME_SCALE
 
 NULL_CLASS = 1000
 Step = Callable[[], object]

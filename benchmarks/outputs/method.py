@@ -11,6 +11,7 @@ import hddm
 from benchmarks.outputs.digests import Outputs
 from benchmarks.outputs.workshop import TIMES, Workshop, noise, states
 from hddm.guidance import Guidance
+from hddm.predictions import PredictionType
 from tests.cases import BETAS
 from tests.checkpoint_files import SD_BETAS, dit, text_unet
 from tests.oracles import BoundedNetwork
@@ -23,7 +24,6 @@ FAMILY = (
     "FlowMatchEulerDiscrete FlowMatchHeunDiscrete FlowMatchLCM"
 )
 """Schedulers of diffusers that have a schedule here."""
-KINDS = ("epsilon", "sample", "v_prediction", "flow_prediction")
 
 STRATEGIES = ("draw", "commit-0.5", "full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9")
 SOLVERS = ("euler", "heun", "adams-moulton")
@@ -76,8 +76,8 @@ def schedules(workshop: Workshop) -> Outputs:
 def velocity(workshop: Workshop) -> Outputs:
     """The exact conversion: every schedule and prediction type, then networks of every precision."""
     x, t = states((2, 2, 2))
-    for (name, schedule), kind in itertools.product(_schedules().items(), KINDS):
-        if kind == "flow_prediction" and name not in CONTINUOUS:
+    for (name, schedule), kind in itertools.product(_schedules().items(), PredictionType):
+        if kind.prediction.is_velocity and name not in CONTINUOUS:
             continue
         field = hddm.VelocityField(BoundedNetwork(), schedule, kind, time_scale=10.0)
         yield f"{name}/{kind}", field.velocity(x, t)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import diffusers
 import numpy as np
@@ -45,6 +45,7 @@ from hddm.experts.verify import warn_of_misreading
 from hddm.networks.families.installed import FamilyError
 from hddm.networks.folders import WEIGHTS, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS, NetworkWrapper
+from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
@@ -53,7 +54,7 @@ from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims, write_safetensors
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField
 
 TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Shares of the range of t that schedule and expert cover."""
@@ -403,3 +404,5 @@ def _closed_form(
             return (s * y + a * output - (a * y - s * output)) / (a * a + s * s)
         case PredictionType.FLOW_PREDICTION:
             return output
+        case _:
+            assert_never(kind)

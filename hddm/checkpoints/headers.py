@@ -13,17 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hddm.predictions import PredictionType
 from hddm.utils.errors import one_line
 from hddm.utils.files import file_kind
 from hddm.utils.tensors import read_header
-from hddm.velocity import PredictionType
 
 LICENCE = "modelspec.license"
 _PREDICTION_KEYS = ("modelspec.prediction_type", "modelspec.predict_key")
 _ARCHITECTURE = "modelspec.architecture"
 _V_ARCHITECTURE = "stable-diffusion-v2-768-v"
 _TIMESTEPS = "modelspec.timestep_range"
-_V = "v"
 LONGEST_LICENCE = 200
 
 
@@ -62,11 +61,18 @@ def predictions_in(metadata: Mapping[str, str], name: str) -> dict[str, str]:
     found = {}
     for key in _PREDICTION_KEYS:
         if stated := metadata.get(key, "").strip():
-            kind = PredictionType.V_PREDICTION.value if stated.lower() == _V else stated.lower()
-            found[f"{key} in the header of {name}"] = one_line(kind, 40)
+            found[f"{key} in the header of {name}"] = one_line(_kind(stated.lower()), 40)
     if metadata.get(_ARCHITECTURE, "").partition("/")[0] == _V_ARCHITECTURE:
         found[f"{_ARCHITECTURE} in the header of {name}"] = PredictionType.V_PREDICTION.value
     return found
+
+
+def _kind(stated: str) -> str:
+    """The name of a `PredictionType` for one of its aliases; other names as they are."""
+    for kind in PredictionType:
+        if stated in kind.prediction.aliases:
+            return kind.value
+    return stated
 
 
 def licence_in(metadata: Mapping[str, str]) -> str | None:

@@ -47,7 +47,6 @@ from hddm.utils.tensors import (
     read_safetensors,
     refuse_non_finite,
 )
-from hddm.velocity import PredictionType
 
 _FACTOR = re.compile(r"(.+)\.lora_(down|up|A|B)\.weight")
 _UNREAD = re.compile(r".+[._]lora\.(down|up)\.weight|(unet|text_encoder):\d+:(up|down)")
@@ -191,7 +190,7 @@ def convert_lora(
         f"base: {base} (SHA-256 {adapter.base_sha256[:16]}…)",
         f"licence: {record.licence or 'not stated (`licence` records it)'}",
     ]
-    if expert.record.prediction_type is not PredictionType.FLOW_PREDICTION:
+    if not expert.record.prediction_type.prediction.is_velocity:
         for place, kind in predictions_in(lora.metadata, path.name).items():
             if kind != expert.record.prediction_type:
                 own = f"{base} predicts {expert.record.prediction_type.value}"

@@ -39,7 +39,6 @@ from hddm.utils.errors import HddmError, Unstated, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import Planned
-from hddm.velocity import PredictionType
 
 Decided = TypeVar("Decided")
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
@@ -258,7 +257,7 @@ def _record(
 ) -> ExpertRecord:
     own = source.record
     vae = source.vae if own is None else own.latent_space
-    is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
+    is_flow = conventions.prediction_type.prediction.is_velocity
     text_encoder = None
     if own is not None:
         text_encoder = own.text_encoder

@@ -25,6 +25,7 @@ from hddm.networks.families import Family, known_family
 from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
+from hddm.predictions import PredictionType
 from hddm.schedules import (
     DiscreteSchedule,
     LinearSchedule,
@@ -38,7 +39,6 @@ from hddm.schedules import (
 from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.files import read_json
 from hddm.utils.tensors import Planned
-from hddm.velocity import PredictionType
 
 WeightSet = Literal["ema", "raw", "unstated"]
 Weights = Mapping[str, Tensor]
@@ -305,7 +305,7 @@ def resolve_conventions(
         notes.append(f"{found} by {place}")
     kind = PredictionType.parse(found)
     is_flow = isinstance(schedule, LinearSchedule)
-    if is_flow != (kind is PredictionType.FLOW_PREDICTION) and source.record is None:
+    if is_flow != kind.prediction.is_velocity and source.record is None:
         raise HddmError(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )

@@ -37,7 +37,6 @@ from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, choose, errors_as
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
 from hddm.utils.tensors import write_safetensors
-from hddm.velocity import PredictionType
 
 RECORD = "written_back.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -135,7 +134,7 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
     if layout not in FILE_LAYOUTS or (chain is not None and chain.first.layout == layout):
         return
     scheduler, own = FILE_LAYOUTS[layout].scheduler, from_config(record.schedule)
-    is_rule = record.prediction_type is PredictionType.EPSILON
+    is_rule = scheduler is not None and record.prediction_type == scheduler["prediction_type"]
     if is_rule and scheduler is not None:
         rule = from_diffusers(scheduler)
         times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
@@ -178,9 +177,10 @@ def _write_pipeline(
         index |= index_content(inner, zeros_in(folder))
     scheduler, notes = _scheduler(record, family.time_factor), []
     if scheduler is None:
-        notes.append(
-            f"note: no scheduler of diffusers has the schedule {record.schedule}; none written"
-        )
+        lacks = f"has the schedule {record.schedule}"
+        if not record.prediction_type.prediction.is_in_diffusers:
+            lacks = f"takes {record.prediction_type.prediction.words}"
+        notes.append(f"note: no scheduler of diffusers {lacks}; none written")
     else:
         (draft / "scheduler").mkdir()
         write_json(draft / "scheduler" / SCHEDULER_FILE, json.loads(json.dumps(scheduler)))
@@ -190,7 +190,12 @@ def _write_pipeline(
 
 
 def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | None:
-    """The source's own scheduler config where still valid, else the nearest equivalent."""
+    """The source's own scheduler config where still valid, else the nearest equivalent.
+
+    None where diffusers has none for the schedule, or for what the network predicts.
+    """
+    if not record.prediction_type.prediction.is_in_diffusers:
+        return None
     found, schedule = record.source.first.scheduler if record.source else None, record.schedule
     kind = {"prediction_type": record.prediction_type.value}
     if found is not None and from_diffusers(found).config == schedule:

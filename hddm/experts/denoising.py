@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.shard_images import conditions_of, conditions_of_rows, evenly_spaced
+from hddm.predictions import PredictionType
 from hddm.schedules import (
     CosineSchedule,
     DiscreteSchedule,
@@ -33,7 +34,7 @@ from hddm.schedules import (
     from_diffusers,
 )
 from hddm.utils.streams import Use, generator
-from hddm.velocity import TIME_SCALE, PredictionType, VelocityField
+from hddm.velocity import TIME_SCALE, VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
 """Shares of the expert's noise range."""
@@ -232,7 +233,7 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     gain, deviation = _mean_and_deviation(recorded[:, 1] - _capped(recorded))
     is_shown = bool(gain > stdtrit(len(rows) - 1, ndtr(SURE)) * deviation)
     for (schedule, scale), kind in itertools.product(scales, PredictionType):
-        if kind is PredictionType.FLOW_PREDICTION and isinstance(schedule, DiscreteSchedule):
+        if kind.prediction.is_velocity and isinstance(schedule, DiscreteSchedule):
             continue
         other = VelocityField(
             network, schedule, kind, scale, field.calibration, field.conditions, nulls

@@ -28,12 +28,12 @@ from hddm.networks.folders import Unread, unread
 from hddm.networks.text_encoder import text_encoder_record_of
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_record_of
+from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import parse_record
 from hddm.utils.tensors import TensorInfo, count_blocks, read_header, shape_of
-from hddm.velocity import PredictionType
 
 EXPERT_HEAD, ROUTER_HEAD = 72, 64
 """Width of an attention head."""

@@ -19,6 +19,7 @@ from hddm.experts.lora import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
 from hddm.networks.folders import WEIGHTS, Unread, unread_network
 from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.transformers import RouterTransformer
+from hddm.predictions import PredictionType
 from hddm.prompt_router import TOPIC
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import write_json
@@ -40,7 +41,6 @@ from hddm.utils.records import (
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
-from hddm.velocity import PredictionType
 
 FORMAT = "1.6"
 NULL_FILE = "null_conditions.safetensors"

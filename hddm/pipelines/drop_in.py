@@ -5,7 +5,8 @@ stand-in takes both to the common path, computes the experts' velocity v there, 
 scheduler expects:
 
     t = s/(a + s),  x = y/(a + s),  x_0 = x - t v,  eps = x + (1 - t) v
-    epsilon: eps · sample: x_0 · v_prediction: a eps - s x_0 · flow: v
+
+and of these, what `hddm.predictions` says; for flow matching it is v.
 
 So everything that works around a network goes on working: guidance, image-to-image, inpainting, ControlNet,
 callbacks, and each of diffusers' schedulers, also one that is exchanged later.
@@ -32,6 +33,7 @@ from hddm.guidance import Guidance
 from hddm.networks.families import family_of
 from hddm.networks.wrappers import family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
+from hddm.predictions import Level, Prediction, PredictionType
 from hddm.running import pick_experts, posterior_of
 from hddm.sampling import blind_draw
 from hddm.schedules import (
@@ -43,7 +45,7 @@ from hddm.schedules import (
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
-from hddm.velocity import ROUNDING, PredictionType, VelocityField
+from hddm.velocity import ROUNDING, VelocityField, derivatives_at
 
 _NETWORKS = ("unet", "transformer")
 
@@ -160,7 +162,7 @@ class DropIn(nn.Module):
             vars(self)["_replaced"] = type(replaced).from_config(replaced.config)
         self._generation: Generation | None = None
         self._prompts = EncodedPrompts(pipe) if _is_described(ensemble) else None
-        self._path: tuple[object, Schedule, PredictionType, float] | None = None
+        self._path: tuple[object, Schedule, Prediction, float] | None = None
 
     @property
     def config(self) -> Any:
@@ -202,7 +204,7 @@ class DropIn(nn.Module):
     def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
         """Called as the replaced network is; the output has the state's shape and dtype."""
         call = self._read(*args, **kwargs)
-        schedule, prediction_type, per_unit = self._scheduler()
+        schedule, prediction, per_unit = self._scheduler()
         native = to_float64(call.timestep).cpu().expand(len(call.state)) / per_unit
         alpha, sigma = schedule.alpha_sigma(native)
         times = sigma / (alpha + sigma)
@@ -215,15 +217,9 @@ class DropIn(nn.Module):
         x = y / wide(alpha + sigma)
         v = self._velocity(x, times, call)
         x_0, eps = x - wide(times) * v, x + wide(1 - times) * v
-        match prediction_type:
-            case PredictionType.EPSILON:
-                output = eps
-            case PredictionType.SAMPLE:
-                output = x_0
-            case PredictionType.V_PREDICTION:
-                output = wide(alpha) * eps - wide(sigma) * x_0
-            case PredictionType.FLOW_PREDICTION:
-                output = v
+        at = Level(wide(alpha), wide(sigma), derivatives_at(schedule, native, wide))
+        # Schedulers of diffusers have velocities of the common path alone.
+        output = v if prediction.is_velocity else prediction.output(x_0, eps, at)
         output = self._family.as_output(output, self.config).to(call.state.dtype)
         if "return_dict" not in self._signature.parameters:
             return output
@@ -257,8 +253,8 @@ class DropIn(nn.Module):
             raise HddmError(f"{', '.join(odd)}: the experts have no such input; leave it out")
         return _Call(state, timestep, given, residuals)
 
-    def _scheduler(self) -> tuple[Schedule, PredictionType, float]:
-        """Path, prediction type and timesteps per native time of the scheduler that the pipeline has now."""
+    def _scheduler(self) -> tuple[Schedule, Prediction, float]:
+        """Path, prediction and timesteps per native time of the scheduler that the pipeline has now."""
         scheduler, config = self.pipe.scheduler, self.pipe.scheduler.config
         if self._path is None or self._path[0] is not config:
             name, variance = type(scheduler).__name__, config.get("variance_type")
@@ -270,7 +266,8 @@ class DropIn(nn.Module):
             predicts = declared_prediction_type(scheduler) or PredictionType.EPSILON
             is_flow = isinstance(schedule, LinearSchedule)
             per_unit = flow_steps(config, name) / self._family.time_factor if is_flow else 1.0
-            self._path = config, schedule, PredictionType.parse(predicts), per_unit
+            prediction = PredictionType.parse(predicts).prediction
+            self._path = config, schedule, prediction, per_unit
         return self._path[1:]
 
     def _refuse_beyond(self, times: Tensor) -> None:

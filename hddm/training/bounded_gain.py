@@ -33,6 +33,7 @@ from torch import Tensor
 from hddm.calibration import Calibration, Moments
 from hddm.data.shards import Shard
 from hddm.experts.expert import Expert
+from hddm.predictions import PredictionType
 from hddm.training.calibrate import calibration_origin, calibration_rows
 from hddm.velocity import VelocityField
 
@@ -41,8 +42,8 @@ KAPPA = 1.5
 
 def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> dict[float, float]:
     """1 - K(t) of a bounded gain by t, linear between; empty where K = 1 everywhere."""
-    low = 1 / kappa if prediction_type == "sample" else 0.0
-    high = min(t_max, 1 - 1 / kappa) if prediction_type == "epsilon" else t_max
+    low, high = PredictionType(prediction_type).prediction.bounded_part(kappa)
+    high = min(t_max, high)
     if low == 0 and high == 1:
         return {}
     # A dictionary keeps a knot that two rules share once.
@@ -62,7 +63,7 @@ def bounded_gain(
     """The blend of K(t) as a calibration, None where K = 1 everywhere.
 
     Args:
-        prediction_type: what the network predicts, as `hddm.velocity.PredictionType` spells it.
+        prediction_type: what the network predicts, as `hddm.predictions.PredictionType` spells it.
         t_max: end of its trained range on the common path, `VelocityField.range[1]`.
         moments: of the shard that it is trained on.
         kappa: bound of the gain, above 1.

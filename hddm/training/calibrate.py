@@ -47,7 +47,7 @@ from hddm.utils.progress import Progress
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import to_float64
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ def native_samples(
 def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float]:
     """Return times (steps + 1,) on the common path, falling to 0, and alpha + sigma at the first of them."""
     schedule, last = field.schedule, field.range[1]
-    if field.prediction_type is PredictionType.EPSILON:
+    if field.prediction.is_of_noise:
         last = min(last, LAST_EPSILON_TIME)
     first = schedule.match(torch.tensor([last], dtype=torch.float64)).item()
     # Index 0 of a discrete schedule is noised already; clean data would be index -1.

@@ -21,6 +21,7 @@ from hddm.experts.lora import adapter_of
 from hddm.experts.records import EXPERT_FILE, FORMAT
 from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
+from hddm.predictions import Level, PredictionType
 from hddm.schedules import LinearSchedule, from_config
 from hddm.training.adapters import add_adapter, save_adapted, targets_of
 from hddm.training.bounded_gain import KAPPA, calibration_to_train_in
@@ -33,7 +34,7 @@ from hddm.training.watching import watching
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField, derivatives_at
 
 
 def continue_expert(
@@ -65,7 +66,7 @@ def continue_expert(
     field = field_of(expert)
     conditions = _conditions(init, field, shard, recipe)
     field.calibration = None
-    if objective.prediction_type is PredictionType.FLOW_PREDICTION:
+    if objective.prediction.is_velocity:
         field.calibration = calibration_to_train_in(expert, field, shard, conditions.get(LABELS))
     save: Callable[[Path, Expert], None] = save_expert
     if recipe.lora_rank is None or recipe.lora_alpha is None:
@@ -113,13 +114,14 @@ def resolve_continued(
     )
     schedule = from_config(record.schedule)
     kind = record.prediction_type
-    is_straight = isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON
+    # Noise on the straight path is learned by DDPM.
+    is_straight = isinstance(schedule, LinearSchedule) and not kind.prediction.is_of_noise
     learned = kind
     if settings.objective == "flow":
         # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
-        of_sample = kind is PredictionType.SAMPLE and not record.training_calibration
+        is_kept = kind.prediction.has_velocity_loss and not record.training_calibration
         schedule = LinearSchedule()
-        learned = kind if of_sample else PredictionType.FLOW_PREDICTION
+        learned = kind if is_kept else PredictionType.FLOW_PREDICTION
     elif record.training_calibration or is_straight:
         raise HddmError(
             f"{init}: was trained with flow matching, so only `objective` flow can continue it"
@@ -172,7 +174,8 @@ def _prediction_of(
 ) -> Callable[..., Tensor]:
     """Return the prediction as a function of (x, timestep, **conditions).
 
-    It is x_0 or the velocity through the exact conversion for flow, the network's own for DDPM.
+    For flow, it is what the objective learns, x_0 or the velocity, through the exact conversion; for DDPM
+    the network's own.
     """
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
@@ -183,8 +186,14 @@ def _prediction_of(
         if objective.recipe.objective == "ddpm":
             return field.output_of(x, native, conditions)
         v = velocity(x, native, **conditions)
-        if objective.prediction_type is PredictionType.FLOW_PREDICTION:
+        if objective.prediction.is_velocity:
             return v
-        return x - append_dims(native, x.ndim).to(x) * v
+
+        def wide(values: Tensor) -> Tensor:
+            return append_dims(values, x.ndim).to(x)
+
+        t = wide(native)
+        at = Level(1 - t, t, derivatives_at(objective.schedule, native, wide))
+        return objective.prediction.output(x - t * v, x + (1 - t) * v, at)
 
     return predict

@@ -3,7 +3,7 @@
     minimise  E w(t) || v_student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
 
 A student predicts x_0 unless it begins with a network that predicts something else; w is 1, but falls to 0
-where a velocity of x_0 or eps is singular (`hddm.training.objectives.BOUND`).
+where a velocity of x_0 or eps is singular (`hddm.predictions.BOUND`).
 With the ``shard`` teacher (arXiv:2501.05450) v_teacher = v_k(x_t, t), where k is the shard of x_0. The
 minimum is sum_k p(k | x_t) v_k(x_t, t): the full mixture with an exact router. The ``routed`` teacher is the
 mixture itself, by the ensemble's strategy and with its router's errors. docs/notes/distillation.md compares
@@ -266,7 +266,9 @@ def distill(
         if texts is not None:
             conditions[CAPTION] = torch.arange(len(union))
         drawn = _conditions_of_trajectories(recipe, record, union, conditions)
-        flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn, texts)
+        flow = MeanFlow(
+            on, record.prediction_type.prediction, recipe, record.sample_shape, drawn, texts
+        )
         task = Task(network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare)
     student = Expert(network, record, None, null_text)
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})

@@ -22,6 +22,7 @@ from hddm.experts.expert import (
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, ShardRecord, weights_in
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.sizes import size_config
+from hddm.predictions import PredictionType
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard
 from hddm.training.device import placed
@@ -137,7 +138,7 @@ def resolve_new(
     stated = None
     if isinstance(schedule, Path):
         stated = declared_prediction_type(schedule)
-        if stated == "flow_prediction":
+        if stated == PredictionType.FLOW_PREDICTION:
             raise HddmError(
                 f"{schedule}: is for flow matching; use `objective` flow without `schedule`"
             )

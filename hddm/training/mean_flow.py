@@ -27,6 +27,7 @@ from hddm.condition_names import TEXT
 from hddm.conditions import Conditions
 from hddm.data.shards import TokenStore
 from hddm.ensemble import Ensemble
+from hddm.predictions import PathPoint, Prediction
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import StepInputs
@@ -37,7 +38,7 @@ from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims, read_safetensors
-from hddm.velocity import TIME_SCALE, PathPoint, PredictionType, velocity
+from hddm.velocity import TIME_SCALE
 
 GRID, SOLVED = 16, (0, 2, 4, 6, *range(8, 17))
 """Even steps of a grid of times, and its times at which the teacher is solved: more of them near the data."""
@@ -136,7 +137,7 @@ class MeanFlow:
     Args:
         teacher_on: the teacher on a device.
         prediction: what the network predicts, of mean velocities: x_0 = x_t - t u for ``sample``. All but
-            epsilon, which is singular at t = 1 (`hddm.velocity.velocity`).
+            those of noise, which are singular at t = 1.
         recipe: of the training, with its sampling steps, one of `STUDENT_STEPS`.
         shape: (C, H, W) of a sample.
         conditions: of the trajectories (N,): labels, captions, and the expert where each has one of its own.
@@ -144,19 +145,18 @@ class MeanFlow:
     """
 
     teacher_on: Callable[[torch.device], Ensemble]
-    prediction: PredictionType
+    prediction: Prediction
     recipe: DistillRecipe
     shape: tuple[int, ...]
     conditions: Mapping[str, Tensor]
     texts: TokenStore | None = None
 
     def __post_init__(self) -> None:
-        if self.prediction is PredictionType.EPSILON:
-            text = (
-                "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
-            )
+        if self.prediction.is_of_noise:
+            words = self.prediction.words
             raise HddmError(
-                f"`sampling_steps`: {text}; begin with an expert of another `prediction`"
+                f"`sampling_steps`: a student of few steps cannot predict {words}, which does not determine "
+                "x_0 at t = 1; begin with an expert of another `prediction`"
             )
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
@@ -198,8 +198,8 @@ class MeanFlow:
         ahead = _wide(t, x_t)
         output = network(x_t, TIME_SCALE * t.to(x_t), **conditions, interval=(t - r).to(x_t))
         one = torch.ones_like(ahead)
-        at = PathPoint(x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-one, one))
-        u = velocity(self.prediction, output.float(), at)
+        at = PathPoint(1 - ahead, ahead, lambda: (-one, one), x=x_t, y=x_t, t=ahead)
+        u = self.prediction.velocity(output.float(), at)
         errors = (u.float() - target).square().flatten(1).mean(1)
         return errors / (errors.detach() + FLOOR) ** POWER
 

@@ -7,10 +7,10 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 If both objectives predict x_0 (``sample``), their losses and noise levels are equal, and only the scale of y
 differs. By default they differ in prediction, weighting, noise levels and path.
 
-| objective | path | p, the first by default |
+| objective | path | p: those of `hddm.predictions`, by default |
 |---|---|---|
-| ddpm | cosine, or one of diffusers' | epsilon: eps; sample: x_0; v_prediction: alpha eps - sigma x_0 |
-| flow | linear | sample: x_0; flow_prediction: eps - x_0; epsilon; v_prediction |
+| ddpm | cosine, or one of diffusers' | epsilon; all but flow_prediction |
+| flow | linear | sample |
 
 | noise levels | u |
 |---|---|
@@ -23,10 +23,8 @@ all of t.
 
 | weighting | w |
 |---|---|
-| prediction | 1; for epsilon min(SNR, gamma)/SNR with a gamma (arXiv:2303.09556) |
-| velocity | makes it the error of the velocity: 1/(1 - t)² for epsilon, 1/t² for sample (arXiv:2511.13720), |
-| | ((alpha + sigma)/(alpha² + sigma²))² for v_prediction, 1 for flow_prediction; t and 1 - t are replaced |
-| | by `BOUND` where they are smaller |
+| prediction | 1; for predictions of noise min(SNR, gamma)/SNR with a gamma (arXiv:2303.09556) |
+| velocity | makes it the error of the velocity: `hddm.predictions.Prediction.velocity_weights` |
 """
 
 import functools
@@ -38,16 +36,14 @@ from torch import Tensor, nn
 
 from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import Shard
+from hddm.predictions import Level, Prediction, PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, StepInputs
 from hddm.training.settings import ExpertRecipe
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import append_dims
-from hddm.velocity import TIME_SCALE, PredictionType
-
-BOUND = 0.05
-"""The least t, or 1 - t, that the loss of a velocity divides by."""
+from hddm.velocity import TIME_SCALE, derivatives_at
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Objective:
     """A prediction that a network learns on a path; weighting and noise levels are the ``recipe``'s.
 
     ``schedule`` is linear for flow and for flow_prediction; else `UsageError` is raised. ``snr_gamma`` has an
-    effect for epsilon alone.
+    effect for predictions of noise alone.
     """
 
     recipe: ExpertRecipe
@@ -63,12 +59,15 @@ class Objective:
     prediction_type: PredictionType
 
     def __post_init__(self) -> None:
-        is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
-        if (is_flow or self.recipe.objective == "flow") and not isinstance(
-            self.schedule, LinearSchedule
-        ):
+        is_flow = self.prediction.is_velocity or self.recipe.objective == "flow"
+        if is_flow and not isinstance(self.schedule, LinearSchedule):
             text = "`schedule` is for DDPM, and `prediction` flow_prediction for flow matching"
             raise UsageError(f"{text}; use another `objective`, or leave it out")
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the network learns to predict."""
+        return self.prediction_type.prediction
 
     @property
     def time_scale(self) -> float:
@@ -89,34 +88,23 @@ class Objective:
         noise like them, and ``time`` native times (batch,), float64.
         """
         signal, noise = self.schedule.alpha_sigma(time)
-        alpha = append_dims(signal, x_0.ndim).to(x_0)
-        sigma = append_dims(noise, x_0.ndim).to(x_0)
-        target = {
-            PredictionType.EPSILON: lambda: eps,
-            PredictionType.SAMPLE: lambda: x_0,
-            PredictionType.V_PREDICTION: lambda: alpha * eps - sigma * x_0,
-            PredictionType.FLOW_PREDICTION: lambda: eps - x_0,
-        }[self.prediction_type]()
+
+        def wide(values: Tensor) -> Tensor:
+            return append_dims(values, x_0.ndim).to(x_0)
+
+        at = Level(wide(signal), wide(noise), derivatives_at(self.schedule, time, wide))
         timestep = (time * self.time_scale).to(x_0.device, torch.float32)
-        output = network(alpha * x_0 + sigma * eps, timestep, **conditions)
-        errors = (output.float() - target.float()).square().flatten(1).mean(1)
+        output = network(at.alpha * x_0 + at.sigma * eps, timestep, **conditions)
+        errors = self.prediction.error(output, x_0, eps, at).square().flatten(1).mean(1)
         weights = self._weights(signal, noise)
         return errors if weights is None else errors * weights.to(errors)
 
     def _weights(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
         """The weights w (batch,) at signal and noise scales (batch,); None if all are 1."""
         if self.recipe.weighting == "velocity":
-            t = sigma / (alpha + sigma)
-            match self.prediction_type:
-                case PredictionType.EPSILON:
-                    return (1 - t).clamp(min=BOUND) ** -2
-                case PredictionType.SAMPLE:
-                    return t.clamp(min=BOUND) ** -2
-                case PredictionType.V_PREDICTION:
-                    return ((alpha + sigma) / (alpha.square() + sigma.square())).square()
-            return None
+            return self.prediction.velocity_weights(alpha, sigma)
         gamma = self.recipe.snr_gamma
-        if gamma is None or self.prediction_type is not PredictionType.EPSILON:
+        if gamma is None or not self.prediction.is_of_noise:
             return None
         return (gamma * (sigma / alpha).square()).clamp(max=1)
 

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from hddm.condition_names import LABELS, TEXT
 from hddm.networks.sizes import size_config
+from hddm.predictions import PredictionType
 from hddm.settings import READ, Described, Positive, PredictionName, Shown, StrategyName
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
@@ -334,7 +335,9 @@ def resolve(
     prediction = (
         values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
     )
-    is_new_sample = start.is_new and prediction == "sample"
+    with_velocity_loss = [kind for kind in PredictionType if kind.prediction.has_velocity_loss]
+    has_velocity_loss = prediction in with_velocity_loss
+    draws_as_flow = not is_ddpm or (start.is_new and has_velocity_loss)
     defaults = {
         "optimizer": optimizer,
         "learning_rate": by_width / size_config(values["size"])["hidden_size"]
@@ -344,9 +347,9 @@ def resolve(
         "warmup": min(LONGEST_WARMUP, values["steps"] // 10),
         "threads": get_num_threads(),
         "prediction": prediction,
-        "weighting": "velocity" if prediction == "sample" else "prediction",
+        "weighting": "velocity" if has_velocity_loss else "prediction",
         "rotary": start.rotary,
-        "time_sampling": "uniform" if is_ddpm and not is_new_sample else "logit-normal",
+        "time_sampling": "logit-normal" if draws_as_flow else "uniform",
         "noise_range": start.noise_range,
         "weak_at": WEAK_AT if start.is_new else 0.0,
         "lora_alpha": values.get("lora_rank"),

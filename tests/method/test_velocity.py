@@ -6,9 +6,10 @@ from torch import Tensor
 
 from hddm.ensemble import Ensemble
 from hddm.networks.wrappers import declared_shape
+from hddm.predictions import PredictionType
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
-from hddm.velocity import PathPoint, PredictionType, VelocityField, velocity, x_0_and_eps
+from hddm.velocity import VelocityField
 from tests.artefacts import refusal
 from tests.cases import (
     DISCRETE,
@@ -17,20 +18,17 @@ from tests.cases import (
     Case,
     ConditionSum,
     case_named,
-    cosine_path,
     each_legal,
-    linear_path,
     oracle_field,
 )
 from tests.checkpoint_files import plain_unet
 from tests.oracles import (
-    AlphaSigma,
     BoundedNetwork,
     GaussianMixture,
     OracleNetwork,
     Recorder,
     relative_error,
-    slopes,
+    solved,
 )
 
 SHARD = GaussianMixture.random(seed=0, modes=5, dim=8)
@@ -100,7 +98,8 @@ def test_range_is_the_schedule_s_but_for_a_margin_at_singularities(
     assert 0 <= low < high <= 1
     expected_low, expected_high = (case.common_time(time) for time in (0.0, case.schedule.end))
     assert low == pytest.approx(expected_low, abs=1.1e-6)
-    if not (prediction_type == "epsilon" and case.name.endswith("ztsnr")):
+    is_of_noise = PredictionType(prediction_type).prediction.is_of_noise
+    if not (is_of_noise and case.name.endswith("ztsnr")):
         assert high == pytest.approx(expected_high, abs=1.1e-6)
 
 
@@ -286,11 +285,12 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"]
 
 def _ends_below_one(case: Case, prediction_type: str) -> bool:
     has_zero_snr = case.name in ("linear", "cosine") or case.name.endswith("ztsnr")
-    return prediction_type == "epsilon" or not has_zero_snr
+    return PredictionType(prediction_type).prediction.is_of_noise or not has_zero_snr
 
 
 def _starts_above_zero(case: Case, prediction_type: str) -> bool:
-    return prediction_type == "sample" or case.name not in ("linear", "cosine")
+    is_singular = PredictionType(prediction_type).prediction.is_singular_at_data
+    return is_singular or case.name not in ("linear", "cosine")
 
 
 each_end = pytest.mark.parametrize(
@@ -350,8 +350,13 @@ def test_float32_states_lose_no_more_than_rounding(case: Case, prediction_type: 
     field = oracle_field(WIDE_SHARD, case, prediction_type)
     narrow, wide = field.velocity(x_t.float(), t), field.velocity(x_t, t)
     # State and timestep are rounded to 6e-8; dividing by 1 - t or t multiplies the former.
-    growth = {"epsilon": 1 / (1 - t).clamp_min(1e-6), "sample": 1 / t.clamp_min(1e-6)}
-    bound = 1e-5 + 1e-6 * (growth.get(prediction_type, torch.zeros_like(t)))
+    prediction = PredictionType(prediction_type).prediction
+    growth = torch.zeros_like(t)
+    if prediction.is_of_noise:
+        growth = growth + 1 / (1 - t).clamp_min(1e-6)
+    if prediction.is_singular_at_data:
+        growth = growth + 1 / t.clamp_min(1e-6)
+    bound = 1e-5 + 1e-6 * growth
     error = (narrow - wide).flatten(1).norm(dim=1) / x_t.flatten(1).norm(dim=1)
     assert (error <= bound).all()
 
@@ -393,12 +398,7 @@ def test_beyond_the_range_one_estimate_fades(
     t = t.view(-1, 1, 1, 1)
     a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
     torch.testing.assert_close(y, (s / t if is_above else a / (1 - t)) * x_t, rtol=1e-9, atol=0)
-    norm = a**2 + s**2
-    x_0, eps = {
-        "epsilon": ((y - s * output) / a, output),
-        "sample": (output, (y - a * output) / s),
-        "v_prediction": ((a * y - s * output) / norm, (s * y + a * output) / norm),
-    }[prediction_type]
+    x_0, eps = solved(prediction_type, output, y, a, s)
     odds = (1 - t) / t / ((1 - end) / end)
     expected = (x_t - odds * x_0) / t if is_above else (eps / odds - x_t) / (1 - t)
     torch.testing.assert_close(v, expected, rtol=1e-7, atol=1e-7)
@@ -418,51 +418,6 @@ def test_outside_the_range_the_rule_is_right_to_first_order(
     share = max(low / (1 - low), (1 - high) / high)
     bound = 2 * share**2 + 1e-6
     assert relative_error(field.velocity(x_t, t), centred.velocity(x_t, t)) < bound
-
-
-def _neither_vp_nor_linear(time: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.exp(-3 * time**2), 0.1 + 2 * time
-
-
-def _variance_exploding(time: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ones_like(time) + 0 * time, 0.01 + 50 * time**2
-
-
-PATHS = [linear_path, cosine_path, _neither_vp_nor_linear, _variance_exploding]
-each_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__.strip("_"))
-each_type = pytest.mark.parametrize("prediction_type", list(PredictionType))
-
-
-def _known_state(
-    path: AlphaSigma, prediction_type: PredictionType
-) -> tuple[Tensor, Tensor, Tensor, PathPoint]:
-    """x_0 and eps, the output that a perfect network would give for them, and the state."""
-    noise = torch.Generator().manual_seed(0)
-    x_0, eps = torch.randn(2, 9, 5, generator=noise, dtype=torch.float64)
-    time = torch.linspace(0.05, 0.95, 9, dtype=torch.float64)
-    (a, s), (d_a, d_s) = path(time), slopes(path, time)
-    a, s, d_a, d_s = (value[:, None] for value in (a, s, d_a, d_s))
-    output = {
-        "epsilon": eps,
-        "sample": x_0,
-        "v_prediction": a * eps - s * x_0,
-        "flow_prediction": d_a * x_0 + d_s * eps,
-    }[prediction_type.value]
-    y = a * x_0 + s * eps
-    return x_0, eps, output, PathPoint(y / (a + s), y, s / (a + s), a, s, lambda: (d_a, d_s))
-
-
-@each_path
-@each_type
-def test_data_noise_and_velocity_come_out_of_predictions(
-    path: AlphaSigma, prediction_type: PredictionType
-) -> None:
-    x_0, eps, output, at = _known_state(path, prediction_type)
-    found_x_0, found_eps = x_0_and_eps(prediction_type, output, at)
-    torch.testing.assert_close(found_x_0, x_0, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found_eps, eps, rtol=1e-9, atol=1e-11)
-    v = velocity(prediction_type, output, at)
-    torch.testing.assert_close(v, eps - x_0, rtol=1e-9, atol=1e-11)
 
 
 def test_states_of_other_channels_are_refused_in_one_line() -> None:

@@ -31,7 +31,7 @@ from tests.cases import BetaTable
 from tests.checkpoint_files import SD_BETAS, dit, pixart, plain_unet, randomised, text_unet
 from tests.component_files import texts_in, write_clip, write_vae
 from tests.ensemble_files import saved, text_experts
-from tests.oracles import GaussianMixture, OracleNetwork, exact_router
+from tests.oracles import GaussianMixture, OracleNetwork, exact_router, predicted
 
 SD = {**SD_BETAS, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
 TINY = {
@@ -502,7 +502,7 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
         a, s = table(torch.full((4,), float(step), dtype=torch.float64))
         x_0, eps = whole.x_0_and_eps(y, a, s)
         a, s = a.view(-1, 1, 1, 1), s.view(-1, 1, 1, 1)
-        truth = {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[prediction]
+        truth = predicted(prediction, x_0, eps, a, s)
         assert (
             stand_in(y, torch.tensor(step)).sample - truth
         ).abs().max() < 1e-9 * truth.abs().max()

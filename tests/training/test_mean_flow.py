@@ -17,6 +17,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.expert import save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.predictions import Epsilon, FlowPrediction, PredictionType
 from hddm.running import Seeded
 from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
@@ -34,7 +35,7 @@ from hddm.training.mean_flow import (
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField
 from tests.artefacts import Command, Died, edit_json, ending_at, refusal
 from tests.conftest import Trio
 from tests.ensemble_files import flow_expert
@@ -102,7 +103,7 @@ def _teacher() -> Ensemble:
 @pytest.mark.parametrize("kind", ["flow_prediction", "sample", "v_prediction"])
 def test_the_loss_vanishes_at_the_mean_velocity_of_a_gaussians_flow_alone(kind: str) -> None:
     recipe = resolve(DistillRecipe, DistillSettings(steps=1, sampling_steps=2, trajectories=400))
-    flow = MeanFlow(lambda device: _teacher(), PredictionType(kind), recipe, SHAPE, {})
+    flow = MeanFlow(lambda device: _teacher(), PredictionType(kind).prediction, recipe, SHAPE, {})
     flow.prepare(torch.device("cpu"), None)
     # The flow itself, without the solver's error.
     x, one = flow._states[:, 0].double(), torch.tensor(1.0)
@@ -135,7 +136,7 @@ def test_a_student_learns_the_flow_of_each_prompt_and_of_none() -> None:
     texts = TokenStore(Rows((torch.tensor([-2.0, 3.0])[:, None, None],)), torch.zeros(1, 1))
     captions = torch.tensor([0, 1, NO_CAPTION]).repeat(20)
     recipe = resolve(DistillRecipe, settings)
-    given = (PredictionType("flow_prediction"), recipe, SHAPE, {CAPTION: captions}, texts)
+    given = (FlowPrediction(), recipe, SHAPE, {CAPTION: captions}, texts)
     flow = MeanFlow(lambda device: Ensemble([teacher], None, "full"), *given)
     flow.prepare(torch.device("cpu"), None)
     means = flow._states[:, -1].unflatten(0, (20, 3)).mean((0, 2, 3, 4))
@@ -191,7 +192,7 @@ def test_what_students_cannot_do_is_refused() -> None:
     assert told in refusal(Ensemble, [_student(2), other], strategy="draw")
     assert told in refusal(Ensemble, [_student(2), _student(2)], strategy="full")
     recipe = resolve(DistillRecipe, DistillSettings(steps=1, sampling_steps=1))
-    flow = (MeanFlow, lambda device: _teacher(), PredictionType.EPSILON, recipe, SHAPE, {})
+    flow = (MeanFlow, lambda device: _teacher(), Epsilon(), recipe, SHAPE, {})
     assert "cannot predict noise" in refusal(*flow)
     told = "needs hddm's own transformer, and it is a Linear"
     assert told in refusal(with_interval, nn.Linear(2, 2), "--init it")
