@@ -246,6 +246,8 @@ class SampleSettings(Computing, SamplingMethod):
     """Limit of weights on the device with `offload`, such as 6GB. Default: room for one expert."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
+    metadata: bool = True
+    """Write into each PNG file how it was made: prompt, seed, steps, model, and more."""
 
     @property
     def labels(self) -> list[str]:
