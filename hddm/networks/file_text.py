@@ -34,8 +34,8 @@ from hddm.utils.files import write_json
 _VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 _BEGIN, _END = "<|startoftext|>", "<|endoftext|>"
 _TOKENS = 77
-_MERGES = 49152 - 2 * 256 - 2
-"""Merges that CLIP's vocabulary has, besides each byte within and at the end of a word, and two marks."""
+_MERGES = 49408 - 2 * 256 - 2
+"""Merges in CLIP's vocabulary, beside each byte within and at the end of a word, and two marks."""
 _ZERO = "!"
 """The word 0 of CLIP's vocabulary, with which open_clip pads."""
 _EXTRA = "hddm-diffusion[clip]"
