@@ -140,6 +140,10 @@ else:
     PredictionName = Literal[tuple(kind.value for kind in PredictionType)]
 
 
+PresetName = Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow"]
+"""Keys of `hddm.checkpoints.presets.PRESETS`."""
+
+
 def _whole_amount(text: Any) -> Any:
     """``text``, where all of it is an amount: pydantic reads the beginning alone, and 1,5GB as a byte."""
     if isinstance(text, str) and not re.fullmatch(
@@ -375,6 +379,10 @@ class Reading(Described):
     """Set of weights. Default: ema if the source has it."""
     variant: str | None = None
     """Variant of the weights file, such as fp16."""
+    preset: PresetName | None = None
+    """Published convention of a single file: schedule, prediction, latent scale, size and heads."""
+    tokenizer: InputPath | None = None
+    """Folder of CLIP's tokenizer, for a single file. Default: the package open-clip-torch."""
 
 
 class Conversion(Reading):

@@ -36,6 +36,7 @@ from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
     FORMAT,
+    SOURCE_NAMES,
     ExpertRecord,
     read_nulls,
     write_records,
@@ -52,7 +53,7 @@ from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.hub import local
 from hddm.utils.progress import Progress
-from hddm.utils.records import read_record
+from hddm.utils.records import read_record, write_manifest
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims, write_safetensors
 from hddm.velocity import VelocityField
@@ -172,9 +173,15 @@ def write(
             shutil.copyfile(plan.source.path / CALIBRATION, draft / CALIBRATION)
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
+        if plan.source.names is not None:
+            write_json(draft / SOURCE_NAMES, plan.source.names.model_dump(mode="json"))
         write_records(draft, plan.record.model_copy(update={"source": origin}), plan.nulls)
-        for name, folder in plan.components.items():
-            keep_component(draft, name, folder, plan.source.variant)
+        for name, place in plan.components.items():
+            if isinstance(place, Path):
+                keep_component(draft, name, place, plan.source.variant)
+            else:
+                place.write(draft / name)
+                write_manifest(draft / name)
         return _checked(plan, draft) if check else None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.single_files import FILE_LAYOUTS
+from hddm.checkpoints.source_names import read_source_names
 from hddm.checkpoints.sources import (
     Checkpoint,
     Declared,
@@ -258,6 +259,7 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
         record=record,
         nulls=read_nulls(folder),
         components=kept_components(folder),
+        names=read_source_names(folder),
     )
 
 

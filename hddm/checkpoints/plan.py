@@ -18,6 +18,7 @@ from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pi
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
     Checkpoint,
+    Component,
     Conventions,
     Weights,
     as_planned,
@@ -66,23 +67,23 @@ class ConversionPlan:
     extras: Mapping[str, Tensor]
 
     @property
-    def components(self) -> dict[str, Path]:
-        """Components that the expert copies from the source: the ones in its record."""
+    def components(self) -> dict[str, Component]:
+        """Components that the expert takes over from the source: the ones in its record."""
         record = self.record
         known = {
             "vae": record.vae,
             "text_encoder": record.text_encoder,
             "tokenizer": record.text_encoder,
         }
-        found = {}
-        for name, folder in self.source.components.items():
+        found: dict[str, Component] = {}
+        for name, place in {**self.source.components, **self.source.text.components}.items():
             if known[name] is not None:
-                found[name] = folder
+                found[name] = place
         return found
 
     @property
     def size(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the network's weights."""
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.built.tensors)
 
 
@@ -181,6 +182,7 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
         lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type),
         missing,
     )
+    _stated(source.text.require, missing)
     refuse_unstated(path, missing)
     assert interface is not None
     assert conventions is not None

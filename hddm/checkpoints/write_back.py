@@ -12,14 +12,17 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert_checkpoint
-from hddm.checkpoints.ldm import LDM
+from hddm.checkpoints.ldm import LDM, to_root
+from hddm.checkpoints.ldm_parts import VAE
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
-from hddm.checkpoints.sources import Checkpoint, as_planned
+from hddm.checkpoints.source_names import NamePair
+from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.components import MODEL_INDEX
+from hddm.networks.components import MODEL_INDEX, read_weights
+from hddm.networks.components import STEM as VAE_STEM
 from hddm.networks.families import Family
 from hddm.networks.families.family import Pipeline
 from hddm.networks.families.installed import may_be_added
@@ -31,6 +34,7 @@ from hddm.networks.prompts import (
     texts_record_of,
     zeros_in,
 )
+from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.prompt_router import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
@@ -80,7 +84,7 @@ def write_back(
         return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
         if pipeline is None:
-            _write_file(source, record, layout, draft / CHECKPOINT_FILE)
+            lines += _write_file(source, record, layout, draft / CHECKPOINT_FILE)
         else:
             lines += _write_pipeline(source, record, family, pipeline, draft)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
@@ -92,15 +96,8 @@ def write_back(
 
 
 def _notes(folder: Path, layout: str) -> list[str]:
-    """Lines on what the expert has, or a file of this layout usually has, and is not written."""
-    kept, lines = components_of(folder), list[str]()
-    if layout in FILE_LAYOUTS and kept:
-        text = f"the file holds the network alone, without the expert's {', '.join(kept)}"
-        lines.append(f"note: {text}; a layout of diffusers (`to_layout`) takes them too")
-    elif layout == LDM.name:
-        lines.append(
-            "note: the file holds the network alone, without a whole file's VAE and text encoder"
-        )
+    """Lines on what the expert has and a file of this layout has no place for."""
+    lines = []
     own = [name for name in _OWN if (folder / name).is_file()]
     if own:
         lines.append(f"note: layout {layout} has no place for {', '.join(own)} of the expert")
@@ -147,12 +144,49 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
         )
 
 
-def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
+def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> list[str]:
+    """Write the file with all that the expert has of the one that it comes from; lines on what it lacks."""
     table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"`to_layout` {layout}")
     prefix = record.source.first.prefix if record.source else ""
     planned = table.to_foreign(source.weights, source.declared.kept, str(source.path))
     planned = [replace(one, name=prefix + one.name) for one in planned]
-    write_safetensors(path, planned, {"format": "pt"}, check_finite=True)
+    names, written = source.names, list[str]()
+    metadata: Mapping[str, str] = {"format": "pt"}
+    if layout == LDM.name and names is not None:
+        planned = [replace(one, name=to_root(one.name, names.root)) for one in planned]
+        metadata = names.metadata
+        for part, pairs in names.parts.items():
+            place = _folder_of(source.path, part)
+            if place is None:
+                continue
+            _, weights = read_weights(place, VAE_STEM if part == VAE else TEXT_STEM)
+            table = KeyTable([_pair(one) for one in pairs])
+            planned += table.to_foreign(weights, {}, str(place))
+            written.append(part)
+    # Buffers of a file, such as the logarithm of no signal, may be infinite.
+    write_safetensors(path, planned, metadata, check_finite=not source.declared.kept)
+    lost = [name for name in components_of(source.path) if name not in (*written, "tokenizer")]
+    if lost:
+        text = f"the file has no place for the expert's {', '.join(lost)}"
+        return [f"note: {text}; a layout of diffusers (`to_layout`) takes them too"]
+    if layout == LDM.name and not written:
+        return [
+            "note: the file holds the network alone, without a whole file's VAE and text encoder"
+        ]
+    return []
+
+
+def _pair(one: NamePair) -> Pair:
+    return Pair((one.foreign,), one.ours, one.is_transposed, one.ones)
+
+
+def _folder_of(expert: Path, part: str) -> Path | None:
+    """The folder of the component that a file holds as ``part``; None where the expert has it no more."""
+    kind = VAE if part == VAE else "text_encoder"
+    folder = components_of(expert).get(kind)
+    if folder is None or part == VAE or several_in(folder) is None:
+        return folder
+    return folder / part
 
 
 def _write_pipeline(

@@ -46,11 +46,14 @@ FORMAT = "1.6"
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
+SOURCE_NAMES = "source_names.json"
+"""Names of tensors in the single file that an expert comes from, kept for write-back."""
 WEAK_FILE = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.guidance.Guidance`)."""
 FILES = (
     NULL_FILE,
     EXTRAS_FILE,
+    SOURCE_NAMES,
     CALIBRATION,
     TOPIC,
     WEIGHTS,

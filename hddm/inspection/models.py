@@ -112,7 +112,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "licence": source.licence,
         "unstated": unstated,
         "notes": notes,
-        "components": list(source.components),
+        "components": [*source.components, *source.text.held],
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
         "dtypes": sorted(dtypes),
