@@ -134,6 +134,7 @@ def sample_to_folder(
     offload: Literal["none", "ram", "disk"] = "none",
     max_memory: int | str | None = None,
     output_type: Literal["png", "latent"] = "png",
+    metadata: bool = True,
 ) -> str | None:
     """Sample an expert, an ensemble or the Paris release into a folder."""
 

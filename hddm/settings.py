@@ -41,6 +41,9 @@ class Shown:
 READ = "read"
 """Marks a path that must exist, which the command line checks before it imports anything."""
 InputPath = Annotated[Path, READ]
+MODEL = "model"
+"""Marks a path of a model or a part of one, or its name on a hub (`hddm.utils.hub`)."""
+ModelPath = Annotated[Path, MODEL]
 
 
 def silent(line: str) -> None:
@@ -250,6 +253,8 @@ class SampleSettings(Computing, SamplingMethod):
     """Limit of weights on the device with `offload`, such as 6GB. Default: room for one expert."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
+    metadata: bool = True
+    """Write into each PNG file how it was made: prompt, seed, steps, model, and more."""
 
     @property
     def labels(self) -> list[str]:
@@ -341,11 +346,11 @@ class PartitionSettings(SourceSettings):
 class EncodingSettings(Described):
     """How images are resized and stored; networks run in float32."""
 
-    vae: InputPath | None = None
+    vae: ModelPath | None = None
     """Folder of an AutoencoderKL or AutoencoderTiny. Default: store pixels."""
-    text_encoder: InputPath | None = None
+    text_encoder: ModelPath | None = None
     """Folder of a CLIP text encoder. Default: store no text tokens."""
-    tokenizer: InputPath | None = None
+    tokenizer: ModelPath | None = None
     """Folder of the text encoder's tokenizer."""
     resolution: Positive | None = None
     """Side to resize and crop images to. Default: keep their size."""
@@ -400,13 +405,13 @@ class AssemblySettings(Described):
 
     strategy: StrategyName | None = None
     """Recommended strategy. Default: draw."""
-    vae: InputPath | None = None
+    vae: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
-    text_encoder: InputPath | None = None
+    text_encoder: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
-    tokenizer: InputPath | None = None
+    tokenizer: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
-    base: Annotated[tuple[Path, ...], READ] = ()
+    base: Annotated[tuple[Path, ...], MODEL] = ()
     """Base of LoRA experts, if it was moved since training."""
     share: Annotated[dict[str, Share], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = (
         None

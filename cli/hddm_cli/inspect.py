@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hddm.settings import Reading
-from hddm_cli.options import AsJson, InputArgument, Without
+from hddm_cli.options import AsJson, ModelArgument, Without
 from hddm_cli.usage import say
 
 
@@ -18,7 +18,7 @@ _OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
 
 def inspect(
     path: Annotated[
-        Path, InputArgument(help="Folder or file written by hddm, images or a checkpoint.")
+        Path, ModelArgument(help="Folder or file written by hddm, images or a checkpoint.")
     ],
     settings: Annotated[Reading, Without(_OF_CONVERSIONS)],
     as_json: AsJson = False,

@@ -51,6 +51,7 @@ from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
+from hddm.utils.hub import local
 from hddm.utils.progress import Progress
 from hddm.utils.records import read_record, write_manifest
 from hddm.utils.streams import Use, generator
@@ -99,7 +100,8 @@ def convert(
     The network stays the same and is read as a velocity field through the exact conversion (`hddm.velocity`).
 
     Args:
-        source: checkpoint file, model folder, pipeline folder or expert folder.
+        source: checkpoint file, model folder, pipeline folder or expert folder, or the name of one on a hub
+            (`hddm.utils.hub`).
         out: the expert folder.
         settings: its fields are keywords: see `hddm.settings.Conversion`.
         data: shard of images like the model's own, to check the stated conventions on.
@@ -115,6 +117,7 @@ def convert(
         HddmError: for an unreadable source, unknown or contradicting conventions, tensors that are not
             exactly those of the network, a failed comparison, or an existing ``out``.
     """
+    source = local(source)
     with Progress(None, "read the checkpoint"):
         planned = plan_conversion(source, settings)
     check_absent(out, EXPERT_FILE, overwrite)

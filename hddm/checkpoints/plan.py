@@ -37,6 +37,7 @@ from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
 from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, Unstated, UsageError
+from hddm.utils.hub import origin_of
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import Planned
@@ -268,6 +269,7 @@ def _record(
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
         "schedule": conversion.schedule.name if conversion.schedule else None,
+        "downloaded_from": origin_of(source.path),
     }
     return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
