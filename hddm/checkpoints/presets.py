@@ -23,6 +23,8 @@ _DDPM = {
     "beta_schedule": "scaled_linear",
     "beta_start": 0.00085,
     "beta_end": 0.012,
+    "trained_betas": None,
+    "rescale_betas_zero_snr": False,
 }
 """arXiv:2112.10752, and ``scheduler/scheduler_config.json`` of every model here that has betas."""
 _FLOW = {
