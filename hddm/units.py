@@ -9,22 +9,16 @@ d is one number: with several, as deviations per channel, the parts of a state w
 once, which no network can be asked for. b may differ between channels.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, one_line
+from hddm.utils.records import LARGEST_UNIT
 from hddm.utils.tensors import sent
-
-LARGEST = 1e6
-"""Bound of a scale, of its inverse, and of a shift."""
-COMMON = (-1.0, 1.0)
-"""Range of pixels in the units that all experts share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,21 +37,21 @@ class Units:
     def __post_init__(self) -> None:
         scale, shift = self.scale, self.shift
         is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-        if not is_number or not 1 / LARGEST <= scale <= LARGEST:
+        if not is_number or not 1 / LARGEST_UNIT <= scale <= LARGEST_UNIT:
             raise HddmError(
-                f"`data_scale` {one_line(scale, 60)}: must be one number from {1 / LARGEST:g} to "
-                f"{LARGEST:g}; experts whose channels have scales of their own can be drawn, and not mixed"
+                f"`data_scale` {one_line(scale, 60)}: must be one number from {1 / LARGEST_UNIT:g} to "
+                f"{LARGEST_UNIT:g}; experts with a scale for each channel can be drawn, and not mixed"
             )
         if isinstance(shift, Tensor):
             fits = shift.ndim == 0 or (shift.ndim == 3 and shift.shape[1:] == (1, 1))
-            fits = fits and shift.is_floating_point() and bool((shift.abs() <= LARGEST).all())
+            fits = fits and shift.is_floating_point() and bool((shift.abs() <= LARGEST_UNIT).all())
             shown = f"of shape {tuple(shift.shape)}"
         else:
-            fits = isinstance(shift, int | float) and abs(shift) <= LARGEST
+            fits = isinstance(shift, int | float) and abs(shift) <= LARGEST_UNIT
             shown = one_line(shift, 60)
         if not fits:
             raise HddmError(
-                f"`data_shift` {shown}: must be a number, or a tensor (C, 1, 1), of at most {LARGEST:g}"
+                f"`data_shift` {shown}: must be a number, or a tensor (C, 1, 1), of at most {LARGEST_UNIT:g}"
             )
 
     @classmethod
@@ -108,15 +102,3 @@ class Units:
     def common(self, own: Tensor) -> Tensor:
         """x_0 of the expert's ``own`` data."""
         return own if self.is_common else (own - self.shift_like(own)) / self.scale
-
-
-def parse_data_range(value: Any) -> tuple[float, float]:
-    """Read ``0,1``, or a pair, as (low, high); `HddmError` unless both are finite and low < high."""
-    parts = value.split(",") if isinstance(value, str) else value
-    try:
-        low, high = map(float, parts)
-    except (TypeError, ValueError):
-        low = high = math.nan
-    if not -LARGEST <= low < high <= LARGEST or not high - low >= 2 / LARGEST:
-        raise HddmError("must be LOW,HIGH, the pixels of black and white, as 0,1 or -1,1")
-    return low, high

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import hddm
 from hddm.schedules import EDMSchedule, from_config, from_diffusers, read_prediction
-from hddm.units import Units, parse_data_range
+from hddm.units import Units
 from hddm.utils.errors import HddmError
+from hddm.utils.records import parse_data_range
 from hddm.velocity import VelocityField
 from tests.artefacts import refusal
 from tests.cases import CASES, LEGAL, LINEAR, Case, case_named, oracle_field
