@@ -54,6 +54,7 @@ def convert(
     schedule: PathText | None = None,
     prediction_type: Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None = None,
     noise_range: tuple[float, float] | str | None = None,
+    data_range: tuple[float, float] | str | None = None,
     text_dim: int | None = None,
     licence: str | None = None,
 ) -> Path:

@@ -11,7 +11,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 
 from tests.artefacts import Command, copied, edit_json
-from tests.checkpoint_files import converted, dit, pipeline, refused, text_unet
+from tests.checkpoint_files import dit, pipeline, refused, text_unet
 from tests.hostile import Calls
 from tests.soak import attack_reading
 from tests.transformer_files import dit_file, dit_network
