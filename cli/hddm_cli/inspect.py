@@ -11,7 +11,6 @@ from hddm.settings import Reading
 from hddm_cli.options import AsJson, ModelArgument, Without
 from hddm_cli.usage import say
 
-
 _OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
 """What a source may not state, which is told here, and chosen when it is converted."""
 

@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from hddm.utils.errors import UsageError, choose, did_you_mean, words
 
 _TOPICS = {
-    "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size preset "
-    "prediction_type text_dim",
+    "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size "
+    "preset prediction_type text_dim",
     "Weights": "allow_pickle weights variant licence",
     "Training": "optimizer learning_rate muon_learning_rate warmup ema_decay weighting time_sampling "
     "snr_gamma weak_at",
