@@ -390,7 +390,7 @@ class Reading(Described):
     """Variant of the weights file, such as fp16."""
     preset: PresetName | None = None
     """Published convention of a single file: schedule, prediction, latent scale, size and heads."""
-    tokenizer: InputPath | None = None
+    tokenizer: ModelPath | None = None
     """Folder of CLIP's tokenizer, for a single file. Default: the package open-clip-torch."""
 
 

@@ -29,7 +29,7 @@ from hddm.checkpoints.presets import (
 )
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.condition_names import TEXT, TEXT_EMBEDS
-from hddm.networks.encoders import STABLE_DIFFUSION_SCALE
+from hddm.networks.encoders import KL, STABLE_DIFFUSION_SCALE
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
@@ -202,7 +202,7 @@ def latent_scale_of(
     if statement.kind == "XL":
         text = f"does not say the scale of its latents; pass `preset` {choices(statement.kind)}"
         raise Unstated(origin, text, "preset")
-    return STABLE_DIFFUSION_SCALE, "the default of AutoencoderKL"
+    return STABLE_DIFFUSION_SCALE, f"the default of {KL}"
 
 
 def _is_near(one: float, other: float) -> bool:

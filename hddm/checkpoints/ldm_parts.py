@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hddm.checkpoints.sources import KeyTable, Pair, Weights
 from hddm.networks.components import Held
-from hddm.networks.encoders import CLIP, CLIP_PROJECTED
+from hddm.networks.encoders import CLIP, CLIP_PROJECTED, KL
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
@@ -183,7 +183,7 @@ def _vae_config(weights: Weights, latent_scale: float, origin: str) -> dict[str,
             f"{origin} has widths {widths}, and latent diffusion's are multiples of {_GROUPS}"
         )
     return {
-        "_class_name": "AutoencoderKL",
+        "_class_name": KL,
         "in_channels": shape_of(weights, "encoder.conv_in.weight", 4, origin)[1],
         "out_channels": shape_of(weights, "decoder.conv_out.weight", 4, origin)[0],
         "latent_channels": shape_of(weights, "decoder.conv_in.weight", 4, origin)[1],
