@@ -38,6 +38,7 @@ from hddm.utils.tensors import Planned, promoted
 
 _ALIKE = {
     *("prediction_type", "schedule", "time_scale", "variance_head"),
+    *("data_scale", "data_shift", "negated"),
     *("conditions", "classes", "null_class", "text_encoder", "noise_range"),
 }
 """Keys of a record that must be equal, besides what `_compare_kinds` compares."""

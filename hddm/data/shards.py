@@ -123,7 +123,7 @@ class Samples:
                 here = shards == shard
                 drawn[here] = torch.randn(int(here.sum()), *self.shape, generator=noise)
             z += self._either(DEVIATION, mine, mirrored) * drawn[own]
-        return (z - self.vae.shift) * self.vae.scale
+        return self.vae.scaling.samples(z)
 
     def _either(self, name: str, rows: Tensor, flip: Tensor | None) -> Tensor:
         """Rows in float32, of mirror images where ``flip`` (n,) is true; each is read once."""

@@ -40,12 +40,23 @@ def candidates_of(experts: Sequence[Expert]) -> list[Candidate]:
         }
         if isinstance(own, VaeRecord):
             kind |= {"VAE": own.fingerprint, "VAE's scale": own.scale, "VAE's shift": own.shift}
+            kind["VAE's channels"] = _statistics(own)
         else:
-            kind |= {"VAE's scale": None, "VAE's shift": None}
+            kind |= {"VAE's scale": None, "VAE's shift": None, "VAE's channels": None}
         data = {"shards": record.shard and record.shard.hash, "classes": one.classes}
         is_student = record.sampling_steps is not None
         candidates.append(Candidate(one.name, kind, domain, record.noise_range, data, is_student))
     return candidates
+
+
+def _statistics(vae: VaeRecord) -> str:
+    """The statistics of each channel of latents, in words."""
+    if not vae.mean:
+        return "scaled alike"
+    mean, deviation = (
+        ", ".join(f"{one:g}" for one in values) for values in (vae.mean, vae.deviation)
+    )
+    return f"scaled each by its own mean ({mean}) and deviation ({deviation})"
 
 
 def note_unrecorded(experts: Sequence[Expert], found: Findings) -> None:

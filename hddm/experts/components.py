@@ -140,12 +140,18 @@ def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> No
                 found.differ(
                     name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}"
                 )
+        elif record.vae.mean and vae.mean != record.vae.mean:
+            found.differ(
+                name,
+                f"does not scale each channel of latents as {one.name} records it; convert that anew "
+                "beside its own VAE",
+            )
         elif record.vae.kind != vae.kind:
             # A distilled VAE of the same latents has other weights and another scale of its own.
             kinds = f"{name} is {an(vae.kind)}, and {one.name} records {an(record.vae.kind)}"
             found.note(f"{kinds}; taken on trust")
         else:
-            for key in ("fingerprint", "scale", "shift"):
+            for key in ("fingerprint", "scale", "shift", "mean", "deviation"):
                 mine, theirs = getattr(vae, key), getattr(record.vae, key)
                 if mine != theirs:
                     found.differ(name, f"{key} {mine}, and {one.name} records {theirs}")

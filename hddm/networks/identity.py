@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -17,12 +18,42 @@ _LARGEST = 65536
 """Number of elements of the largest tensor in a fingerprint; a network's norms and biases are smaller."""
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """How samples are scaled from z, what a VAE encodes.
+
+    They are (z - ``shift``) × ``scale``; where a VAE states its latents' ``mean`` and ``deviation`` for each
+    channel, (z - ``mean``) × ``scale`` / ``deviation``.
+    """
+
+    scale: float
+    shift: float = 0.0
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+
+    def samples(self, z: "Tensor") -> "Tensor":
+        """Samples (N, C, h, w) of ``z``."""
+        if not self.mean:
+            return (z - self.shift) * self.scale
+        mean, deviation = self._statistics(z)
+        return (z - mean) * (self.scale / deviation)
+
+    def z(self, samples: "Tensor") -> "Tensor":
+        """What the decoder takes for ``samples`` (N, C, h, w)."""
+        if not self.mean:
+            return samples / self.scale + self.shift
+        mean, deviation = self._statistics(samples)
+        return samples * (deviation / self.scale) + mean
+
+    def _statistics(self, like: "Tensor") -> "list[Tensor]":
+        return [like.new_tensor(one).view(1, -1, 1, 1) for one in (self.mean, self.deviation)]
+
+
 class VaeRecord(SparseRecord):
     """The latent space of an expert.
 
-    Samples are (z - ``shift``) × ``scale``, with z from the encoder of ``kind``; where ``mean`` and
-    ``deviation`` are stated for each channel, (z - ``mean``) × ``scale`` / ``deviation``. ``fingerprint``
-    covers only the encoder's weights, since VAEs that differ in the decoder alone share a latent space.
+    ``kind`` is the VAE's class; how its latents are scaled says `Scaling`. ``fingerprint`` covers only the
+    encoder's weights, since VAEs that differ in the decoder alone share a latent space.
     """
 
     sparse = ("mean", "deviation")
@@ -33,6 +64,11 @@ class VaeRecord(SparseRecord):
     shift: float = Field(default=0.0, allow_inf_nan=False)
     mean: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
     deviation: tuple[AboveZero, ...] = ()
+
+    @property
+    def scaling(self) -> Scaling:
+        """How samples are scaled from what the VAE encodes."""
+        return Scaling(self.scale, self.shift, self.mean, self.deviation)
 
 
 class UnreadVae(Record):
@@ -58,6 +94,8 @@ class UnreadVae(Record):
             return "its latents are not scaled by one number"
         if self.kind in replaced_by(vae.kind):
             return None
+        if vae.mean:
+            return "its latents are scaled for each channel"
         if self.fingerprint is not None and self.fingerprint != vae.fingerprint:
             return f"fingerprint {vae.fingerprint}, not {self.fingerprint}"
         if self.fingerprint is None and self.kind != vae.kind:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from hddm.networks.folders import (
     refuse_other_tensors,
     stored_names,
 )
-from hddm.networks.identity import UnreadVae, VaeRecord, fingerprint
+from hddm.networks.identity import Scaling, UnreadVae, VaeRecord, fingerprint
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import refuse_non_finite
 
@@ -35,7 +36,7 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "Vae":
     """Read the VAE in a diffusers folder, in evaluation mode, whatever the dtype of its file.
 
     Raises `HddmError` for a file that is missing or leaves the folder, another class, an unknown config key,
-    latents scaled per channel, and tensors that are missing, left over, of another shape or not finite.
+    an unsound scale of latents, and tensors that are missing, left over, of another shape or not finite.
     """
     network, weights, arguments, path = _open(folder)
     refuse_non_finite(path, weights)
@@ -49,9 +50,9 @@ def vae_record_of(place: Path | Held, variant: str | None = None) -> VaeRecord:
     Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
     """
     network, weights, _, _ = _open(place, variant)
-    scale, shift = scale_and_shift(network.config)
     found = fingerprint(_encoder_of(weights))
-    return VaeRecord(kind=type(network).__name__, fingerprint=found, scale=scale, shift=shift)
+    kind, scaling = type(network).__name__, scaling_of(network.config)
+    return VaeRecord(kind=kind, fingerprint=found, **asdict(scaling))
 
 
 def _encoder_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,27 +122,25 @@ def encode(vae: "Vae", images: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def latents_of(vae: "Vae", images: Tensor) -> Tensor:
-    """Latents (z - shift) × scale (N, C, h, w), for the mean of z, which `decode` makes ``images`` of."""
-    scale, shift = scale_and_shift(vae.config)
-    return (encode(vae, images)[0] - shift) * scale
+    """Latents (N, C, h, w) for the mean of z, scaled as samples are; `decode` makes ``images`` of them."""
+    return scaling_of(vae.config).samples(encode(vae, images)[0])
 
 
 def decode(vae: "Vae", latents: Tensor) -> Tensor:
     """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32, in one batch.
 
-    The decoder gets z = latents / scale + shift; its output is clipped to [-1, 1]. A float16 VAE whose config
-    has ``force_upcast``, such as Stable Diffusion XL's, decodes in float32, since it would overflow. Raises
-    `HddmError` for latents or images that are not finite.
+    The decoder gets z, which the latents are scaled from (`Scaling`); its output is clipped to [-1, 1]. A
+    float16 VAE whose config has ``force_upcast``, such as Stable Diffusion XL's, decodes in float32, since it
+    would overflow. Raises `HddmError` for latents or images that are not finite.
     """
     _refuse_images(latents, "latents", "the samples are broken before any VAE")
-    scale, shift = scale_and_shift(vae.config)
-    given = vae.dtype
+    scaling, given = scaling_of(vae.config), vae.dtype
     upcast = given == torch.float16 and vae.config.force_upcast
     try:
         if upcast:
             # Not diffusers' own `to`, which warns of such a cast.
             nn.Module.to(vae, torch.float32)
-        z = latents.to(vae.device, torch.float32) / scale + shift
+        z = scaling.z(latents.to(vae.device, torch.float32))
         with torch.no_grad():
             images: Tensor = vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
     finally:
@@ -177,11 +176,7 @@ def _open(
     used = set(names.values())
     left = {old: value for old, value in stored.items() if old not in used}
     refuse_other_tensors(network.state_dict(), weights | left, path)
-    by_channel = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
-    if by_channel:
-        text = "a scale for each channel; only one scaling_factor and shift_factor for all is supported"
-        raise HddmError(f"{origin}: states {' and '.join(by_channel)}, {text}")
-    scale_and_shift(network.config, origin)
+    scaling_of(network.config, origin)
     return network, weights, arguments, path
 
 
@@ -197,6 +192,37 @@ def scale_and_shift(
             f"{origin}: {stated} must be numbers below {LARGEST_SCALE:.0e}, the first positive"
         )
     return float(scale), float(shift)
+
+
+def scaling_of(config: Mapping[str, Any], origin: str = "the VAE's config") -> Scaling:
+    """How a VAE's config scales latents: by two numbers, or by statistics of each channel and one.
+
+    Raises `HddmError` for what is no number in its range, and statistics without each other, of another
+    number of channels, or beside a shift.
+    """
+    scale, shift = scale_and_shift(config, origin)
+    stated = [key for key in _PER_CHANNEL if config.get(key) is not None]
+    if not stated:
+        return Scaling(scale, shift)
+    if len(stated) == 1:
+        (missing,) = set(_PER_CHANNEL) - set(stated)
+        raise HddmError(f"{origin}: states {stated[0]} of each channel, without {missing}")
+    if shift:
+        raise HddmError(f"{origin}: states a shift_factor beside the latents_mean of each channel")
+    mean, deviation = (config[key] for key in _PER_CHANNEL)
+    channels = config.get("latent_channels")
+    for key, values, least in (
+        (_PER_CHANNEL[0], mean, -LARGEST_SCALE),
+        (_PER_CHANNEL[1], deviation, 1 / LARGEST_SCALE),
+    ):
+        fits = isinstance(values, list | tuple) and len(values) == channels
+        fits = fits and all(isinstance(one, int | float) for one in values)
+        if not fits or not all(least <= one <= LARGEST_SCALE for one in values):
+            raise HddmError(
+                f"{origin}: {key} {str(values)[:60]} must be {channels} numbers, one for each channel, from "
+                f"{least:g} to {LARGEST_SCALE:g}"
+            )
+    return Scaling(scale, 0.0, tuple(map(float, mean)), tuple(map(float, deviation)))
 
 
 def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:

@@ -335,7 +335,10 @@ def with_interval(network: Any, name: str) -> ModelMixin:
 def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
     """Refuse a ``start``, named ``name`` in errors, that does not agree with the student's ``record``."""
     start.refuse_student(name, "begin with the expert that it began with")
-    qualities = ("schedule", "time_scale", "space", "sample_shape", "conditions", "classes")
+    qualities = (
+        *("schedule", "time_scale", "data_scale", "data_shift", "negated"),
+        *("space", "sample_shape", "conditions", "classes"),
+    )
     lines: list[str] = []
     for one in qualities:
         own = getattr(start, one)

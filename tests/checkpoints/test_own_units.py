@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -12,15 +13,17 @@ from diffusers import (
     EDMEulerScheduler,
     SchedulerMixin,
 )
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm as library
 from hddm.experts.ensemble_folders import read_expert_record
 from hddm.experts.records import FORMAT, ExpertRecord
+from hddm.networks.vae import read_vae
 from hddm.training.continuation import continue_expert
 from hddm.utils.records import read_record
-from tests.artefacts import Command, expert_settings, printed, refusal
+from tests.artefacts import Command, edit_json, expert_settings, printed, refusal
 from tests.checkpoint_files import (
     call,
     conditions_of,
@@ -33,6 +36,7 @@ from tests.checkpoint_files import (
     text_unet,
     written_back,
 )
+from tests.component_files import write_vae
 from tests.oracles import solved
 from tests.shard_files import noise, write_shard
 
@@ -200,3 +204,58 @@ def test_training_goes_on_from_such_an_expert(
         assert before.get(key) == after.get(key)
     field = library.load(out)
     assert field.velocity(torch.randn(2, 3, 8, 8), torch.tensor(0.5)).isfinite().all()
+
+
+def latent_expert(folder: Path, hddm: Command, **statistics: object) -> Path:
+    """An expert of latents with its VAE, whose config has these entries."""
+    source = pipeline(folder / "source", plain_unet(in_channels=4, out_channels=4), EDM["CosXL"])
+    write_vae(source / "vae")
+    edit_json(source / "vae" / "config.json", **statistics)
+    edit_json(source / "model_index.json", vae=["diffusers", "AutoencoderKL"])
+    converted(hddm, source, folder / "expert")
+    return folder / "expert"
+
+
+@pytest.mark.integration
+def test_experts_whose_latents_have_statistics_of_each_channel_are_drawn_and_not_mixed(
+    tmp_path: Path, hddm: Command
+) -> None:
+    own = latent_expert(
+        tmp_path / "own",
+        hddm,
+        latents_mean=[-1.5, 2.0, -1.0, 2.5],
+        latents_std=[8.0, 6.0, 6.5, 5.0],
+        scaling_factor=0.5,
+    )
+    plain = latent_expert(tmp_path / "plain", hddm, scaling_factor=0.5)
+    record = record_of(own)
+    assert (record["format"], record["latent_scale"]) == ("2.0", 0.5)
+    assert record["vae"]["mean"] == [-1.5, 2.0, -1.0, 2.5]
+    assert "mean" not in record_of(plain)["vae"]
+    shown = ("--num-images", 2, "--steps", 2)
+    printed(hddm, "sample", own, "--out", tmp_path / "images", *shown)
+    latents = library.sample(library.load(own), 2, steps=2)
+    z = latents * torch.tensor([16.0, 12, 13, 10]).view(1, 4, 1, 1)
+    z += torch.tensor([-1.5, 2.0, -1.0, 2.5]).view(1, 4, 1, 1)
+    with torch.no_grad():
+        expected = read_vae(tmp_path / "own" / "source" / "vae").decode(z).sample.clamp(-1, 1)
+    for k, picture in enumerate(sorted((tmp_path / "images").glob("*.png"))):
+        pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)
+        assert (pixels - (expected[k] + 1) * 127.5).abs().max() < 1.1
+    both = tmp_path / "both"
+    printed(hddm, "assemble", own, plain, "--out", both, "--strategy", "draw")
+    printed(hddm, "sample", both, "--out", tmp_path / "drawn", *shown)
+    code, _, error = hddm(
+        "assemble",
+        own,
+        plain,
+        "--out",
+        tmp_path / "mixed",
+        "--strategy",
+        "full",
+        "--router",
+        "moments",
+    )
+    assert code == 1
+    assert "each by its own mean (-1.5, 2, -1, 2.5) and deviation (8, 6, 6.5, 5)" in error
+    assert "so it can be drawn, without a router, and not mixed" in error

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hddm.experts.ensemble_folders import put_component
 from hddm.networks.identity import VaeRecord
-from hddm.networks.vae import decode, read_vae, vae_record_of
+from hddm.networks.vae import decode, encode, latents_of, read_vae, vae_record_of
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json, refusal
 from tests.checkpoint_files import rounded
@@ -178,7 +178,14 @@ def test_a_float16_vae_that_would_overflow_decodes_in_float32(tmp_path: Path) ->
         ),
         ("tiny", {"shift_factor": "a"}, "shift_factor a must be numbers"),
         ("kl", {"latent_channels": 8}, "does not fit its config.json"),
-        ("kl", {"latents_mean": [0.0] * 4}, "states latents_mean, a scale for each channel"),
+        ("kl", {"latents_mean": [0.0] * 4}, "latents_mean of each channel, without latents_std"),
+        ("kl", {"latents_mean": [0.0] * 3, "latents_std": [1.0] * 4}, "must be 4 numbers"),
+        ("kl", {"latents_mean": [0.0] * 4, "latents_std": [1.0, 1, 1, 0]}, "from 1e-06 to 1e+06"),
+        (
+            "kl",
+            {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "shift_factor": 0.1},
+            "a shift_factor beside the latents_mean",
+        ),
         ("kl", {"layers_per_block": 10**9}, "its depth is"),
         ("tiny", {"num_encoder_blocks": [1, 10**9]}, "its depth is 1000000000"),
     ],
@@ -222,3 +229,34 @@ def test_a_missing_file_and_a_link_that_leaves_the_folder_are_refused(
         assert "only diffusion_pytorch_model.bin; save it as safetensors" in _refused(
             tmp_path / "vae"
         )
+
+
+STATISTICS = {
+    "latents_mean": [-1.6574, 1.886, -1.383, 2.5155],
+    "latents_std": [8.4927, 5.9022, 6.5498, 5.2299],
+    "scaling_factor": 0.5,
+    "shift_factor": None,
+}
+"""Of Playground 2.5's VAE, by its config."""
+
+
+def test_statistics_of_each_channel_are_undone_as_diffusers_pipelines_undo_them(
+    tmp_path: Path,
+) -> None:
+    write_vae(tmp_path)
+    plain = vae_record_of(tmp_path)
+    edit_json(tmp_path / "config.json", **STATISTICS)
+    record, vae = vae_record_of(tmp_path), read_vae(tmp_path)
+    assert record.fingerprint == plain.fingerprint
+    assert (record.scale, list(record.mean)) == (0.5, STATISTICS["latents_mean"])
+    mean, std = (
+        torch.tensor(STATISTICS[key]).view(1, 4, 1, 1) for key in ("latents_mean", "latents_std")
+    )
+    samples = _latents()
+    with torch.no_grad():
+        expected = vae.decode(samples * std / 0.5 + mean).sample.clamp(-1, 1)
+    torch.testing.assert_close(decode(vae, samples), expected)
+    pictures = torch.rand(2, 3, 8, 8) * 2 - 1
+    z = encode(vae, pictures)[0]
+    torch.testing.assert_close(latents_of(vae, pictures), (z - mean) * 0.5 / std)
+    torch.testing.assert_close(record.scaling.z(record.scaling.samples(z)), z)
