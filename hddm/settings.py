@@ -21,7 +21,16 @@ from hddm.guidance import Guidance, GuideBy, Interval
 from hddm.predictions import PredictionType
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
-from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, Share, parse_record
+from hddm.utils.records import (
+    OPTIONS,
+    Count,
+    DataRange,
+    NoiseRange,
+    Record,
+    Seed,
+    Share,
+    parse_record,
+)
 
 Returned = TypeVar("Returned")
 Report = Callable[[str], object]
@@ -140,7 +149,9 @@ else:
     PredictionName = Literal[tuple(kind.value for kind in PredictionType)]
 
 
-PresetName = Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow"]
+PresetName = Literal[
+    "sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow", "playground-2.5", "cosxl"
+]
 """Keys of `hddm.checkpoints.presets.PRESETS`."""
 
 
@@ -394,6 +405,8 @@ class Conversion(Reading):
     """Quantity that the network predicts. Default: as in the source."""
     noise_range: NoiseRange | None = None
     """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all."""
+    data_range: DataRange | None = None
+    """Pixels of black and white as it was trained on them, such as 0,1. Default: -1,1."""
     text_dim: Positive | None = None
     """Width of text tokens, to add attention to them."""
     licence: str | None = None

@@ -23,6 +23,7 @@ from hddm.checkpoints.sources import (
     Weights,
     as_planned,
     resolve_conventions,
+    with_data_range,
     with_shift,
 )
 from hddm.condition_names import TEXT
@@ -187,6 +188,7 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     assert interface is not None
     assert conventions is not None
     conventions = with_shift(conventions, source, interface)
+    conventions = with_data_range(conventions, source, conversion.data_range)
     extras.update(source.declared.kept)
     nulls = _nulls(source, interface)
     record = _record(source, conventions, interface, conversion)
@@ -278,6 +280,9 @@ def _record(
         schedule_source=_short(conventions.schedule_source),
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
+        data_scale=conventions.units.scale,
+        data_shift=conventions.units.shifts,
+        negated=conventions.negated,
         space="latents" if source.declared.is_latent else "pixels",
         latent_scale=source.declared.latent_scale,
         vae=vae if isinstance(vae, VaeRecord) else None,
@@ -317,7 +322,7 @@ def _short(origin: str) -> str:
 def summary_lines(plan: ConversionPlan) -> list[str]:
     """Lines for the user on the source and on what will be written."""
     source, record, conventions = plan.source, plan.record, plan.conventions
-    low, high = conventions.schedule.range
+    low, high = conventions.range
     parameters = sum(math.prod(one.shape) for one in plan.built.tensors)
     weights = f"{source.chosen} (present: {', '.join(source.sets)})"
     if source.sets == ("unstated",):
@@ -337,6 +342,10 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
     ]
     if record.noise_range != WHOLE:
         lines.append("noise range: t = {:g} … {:g} alone".format(*record.noise_range))
+    if not record.units.is_common:
+        ends = record.units.own(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
+        low, high = ends.amin().item(), ends.amax().item()
+        lines.append(f"own data: from {low:g} to {high:g}, where samples are from -1 to 1")
     if record.shift != 1:
         lines.append(f"shift: {record.shift:.6g}, of the time grid that samples want")
     if record.vae is not None:

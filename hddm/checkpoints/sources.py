@@ -39,8 +39,10 @@ from hddm.schedules import (
     flow_steps,
     from_config,
     from_diffusers,
+    read_prediction,
 )
-from hddm.utils.errors import HddmError, Unstated, shown
+from hddm.units import Units
+from hddm.utils.errors import HddmError, Unstated, UsageError, errors_as, shown
 from hddm.utils.files import read_json
 from hddm.utils.tensors import Planned
 
@@ -273,7 +275,8 @@ class Conventions:
     """Schedule and prediction type, the origin of each, and what was filled in.
 
     ``scheduler`` is the config that the schedule was read from, ``shift`` that of the sampling time grid
-    (`with_shift`).
+    (`with_shift`). The network gives the negative of its prediction if it is ``negated``. ``units`` are those
+    of its own data.
     """
 
     schedule: Schedule
@@ -284,6 +287,18 @@ class Conventions:
     notes: tuple[str, ...]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     shift: float = 1.0
+    negated: bool = False
+    units: Units = field(default_factory=Units)
+
+    @property
+    def path_units(self) -> Units:
+        """Units of the data that are noised, on the schedule's own scale."""
+        return self.units.times(self.schedule.data_scale)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """(t_min, t_max) on the common path: the noise levels that the schedule covers."""
+        return self.schedule.range_of(self.path_units.scale)
 
 
 class Stated(NamedTuple):
@@ -339,14 +354,37 @@ def resolve_conventions(
         found, place = _default_of(source, config, origin, notes)
     elif place in source.header.predictions or (is_rule and place == origin):
         notes.append(f"{found} by {place}")
-    kind = PredictionType.parse(found)
+    if source.record is not None:
+        kind, negated, units = (
+            PredictionType.parse(found),
+            source.record.negated,
+            source.record.units,
+        )
+    else:
+        with errors_as(HddmError, origin):
+            kind, negated = read_prediction(schedule, found)
+        units = Units()
+    if negated:
+        notes.append(
+            f"EDM's own network gives the negative of v, and {kind} is what is read from it"
+        )
     is_flow = isinstance(schedule, LinearSchedule)
     if is_flow != kind.prediction.is_velocity and source.record is None:
         raise HddmError(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
     scale = _time_scale(schedule, config, source, origin)
-    return Conventions(schedule, kind, scale, origin, place, tuple(notes), config)
+    return Conventions(
+        schedule,
+        kind,
+        scale,
+        origin,
+        place,
+        tuple(notes),
+        config,
+        negated=negated,
+        units=units,
+    )
 
 
 def _scheduler_of(
@@ -428,11 +466,12 @@ def _refuse_other_schedule(
 ) -> None:
     """Refuse a schedule that is not the preset's, up to the rounding of betas."""
     own = from_diffusers(preset.scheduler)
-    is_same = type(own) is type(schedule) and own.end == schedule.end
-    if is_same:
+    is_same = own.config == schedule.config
+    if isinstance(own, DiscreteSchedule) and isinstance(schedule, DiscreteSchedule):
         times = torch.linspace(0, own.end, 50, dtype=torch.float64)
         # Near zero signal, rounding moves the ratio far.
-        is_same = torch.allclose(own.alpha(times), schedule.alpha(times), rtol=1e-3, atol=1e-3)
+        alphas, others = own.alpha(times), schedule.alpha(times.clamp_max(schedule.end))
+        is_same = own.end == schedule.end and torch.allclose(alphas, others, rtol=1e-3, atol=1e-3)
     if not is_same:
         raise HddmError(
             f"{source.path}: the schedule of {origin} contradicts {preset.place}; drop one of them"
@@ -444,7 +483,7 @@ def _time_scale(
 ) -> float:
     if source.record is not None:
         return source.record.time_scale
-    if isinstance(schedule, DiscreteSchedule):
+    if not isinstance(schedule, LinearSchedule):
         return 1.0
     return flow_steps(config, origin) / source.family.time_factor
 
@@ -495,6 +534,26 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
             f"{1 / LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}: {remedy}"
         )
     return replace(conventions, shift=float(shift), notes=(*conventions.notes, *notes))
+
+
+def with_data_range(
+    conventions: Conventions, source: Checkpoint, data_range: tuple[float, float] | None
+) -> Conventions:
+    """Add the units of the pixels that the user states; without, they are common, or an expert's own.
+
+    Raises `UsageError` for latents, whose scale is their VAE's, and for an expert folder.
+    """
+    if data_range is None:
+        return conventions
+    if source.record is not None:
+        raise UsageError(
+            f"{source.path}: an expert folder states the range of its own data; drop `data_range`"
+        )
+    if source.declared.is_latent:
+        raise UsageError(
+            f"`data_range`: is of pixels, and {source.path} is of latents, whose scale is its VAE's; drop it"
+        )
+    return replace(conventions, units=Units.of_range(*data_range))
 
 
 def _dynamic(config: Mapping[str, Any], num_patches: int) -> float:

@@ -35,8 +35,16 @@ from hddm.networks.prompts import (
     zeros_in,
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
+from hddm.predictions import PredictionType
 from hddm.prompt_router import TOPIC
-from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
+from hddm.schedules import (
+    EDM_FAMILY,
+    FLOW_MATCH_FAMILY,
+    EDMSchedule,
+    LinearSchedule,
+    from_config,
+    from_diffusers,
+)
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, choose, errors_as
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
@@ -79,7 +87,7 @@ def write_back(
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
-    lines = _notes(folder, layout)
+    lines = _notes(folder, record, layout)
     if dry_run:
         return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
@@ -95,12 +103,15 @@ def write_back(
     ]
 
 
-def _notes(folder: Path, layout: str) -> list[str]:
+def _notes(folder: Path, record: ExpertRecord, layout: str) -> list[str]:
     """Lines on what the expert has and a file of this layout has no place for."""
     lines = []
     own = [name for name in _OWN if (folder / name).is_file()]
     if own:
         lines.append(f"note: layout {layout} has no place for {', '.join(own)} of the expert")
+    if not record.units.is_common:
+        units = f"{record.data_scale:g} times its samples, plus {record.data_shift or 0}"
+        lines.append(f"note: layout {layout} does not say that the expert's own data are {units}")
     return lines
 
 
@@ -134,8 +145,10 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
     is_rule = scheduler is not None and record.prediction_type == scheduler["prediction_type"]
     if is_rule and scheduler is not None:
         rule = from_diffusers(scheduler)
-        times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
-        is_rule = own.end == rule.end and torch.equal(own.log_snr(times), rule.log_snr(times))
+        times = torch.linspace(rule.start, rule.end, 5, dtype=torch.float64)
+        is_rule = (own.start, own.end) == (rule.start, rule.end) and torch.equal(
+            own.log_snr(times), rule.log_snr(times)
+        )
     if scheduler is None or not is_rule:
         meaning = "its own schedule" if scheduler is None else "noise prediction with linear betas"
         raise HddmError(
@@ -233,13 +246,21 @@ def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | 
     found, schedule = record.source.first.scheduler if record.source else None, record.schedule
     kind = {"prediction_type": record.prediction_type.value}
     if found is not None and from_diffusers(found).config == schedule:
-        return found if found.get("_class_name") in FLOW_MATCH_FAMILY else {**found, **kind}
+        own_words = FLOW_MATCH_FAMILY + EDM_FAMILY
+        return found if found.get("_class_name") in own_words else {**found, **kind}
     if "_class_name" in schedule:
         return {**schedule, **kind}
     if schedule.get("name") == "discrete":
         name = {"_class_name": "DDIMScheduler", "num_train_timesteps": len(schedule["betas"])}
         return {**name, "trained_betas": schedule["betas"], **kind, "clip_sample": False}
-    if isinstance(from_config(schedule), LinearSchedule):
+    path = from_config(schedule)
+    if isinstance(path, EDMSchedule):
+        if record.prediction_type != PredictionType.V_PREDICTION:
+            return None
+        values = {key: value for key, value in path.config.items() if key != "name"}
+        word = "epsilon" if record.negated else "v_prediction"
+        return {"_class_name": EDM_FAMILY[0], **values, "prediction_type": word}
+    if isinstance(path, LinearSchedule):
         return {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "num_train_timesteps": round(record.time_scale * time_factor),
