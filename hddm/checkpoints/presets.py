@@ -225,4 +225,4 @@ def choose_preset(
 
 
 def _is_edm(preset: Preset) -> bool:
-    return preset.scheduler["_class_name"] == _EDM["_class_name"]
+    return bool(preset.scheduler["_class_name"] == _EDM["_class_name"])
