@@ -49,7 +49,7 @@ def convert(
     sample_size: int | None = None,
     weights: Literal["ema", "raw"] | None = None,
     variant: str | None = None,
-    preset: Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow"] | None = None,
+    preset: Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow", "playground-2.5", "cosxl"] | None = None,
     tokenizer: PathText | None = None,
     schedule: PathText | None = None,
     prediction_type: Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None = None,

@@ -149,7 +149,9 @@ else:
     PredictionName = Literal[tuple(kind.value for kind in PredictionType)]
 
 
-PresetName = Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow"]
+PresetName = Literal[
+    "sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow", "playground-2.5", "cosxl"
+]
 """Keys of `hddm.checkpoints.presets.PRESETS`."""
 
 

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from hddm.checkpoints.headers import Header
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
 from hddm.checkpoints.presets import (
+    EDM_MEAN,
+    EDM_STD,
     PRESETS,
     V_MARKER,
     ZERO_MARKER,
@@ -78,7 +80,7 @@ _INNER = re.compile(
 )
 _BUFFERS = re.compile(
     r"betas|alphas_cumprod(_prev)?|(sqrt_|log_)\w+|posterior_\w+|lvlb_weights|logvar|scale_factor|"
-    r"denoiser\.sigmas|v_pred|ztsnr"
+    r"denoiser\.sigmas|v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.sigma_(min|max)"
 )
 _ROOTS = (UNET, "diffusion_model.", "model.", "")
 """What the names of a network begin with: in whole files, and in those of a network alone."""
@@ -203,6 +205,15 @@ def latent_scale_of(
         text = f"does not say the scale of its latents; pass `preset` {choices(statement.kind)}"
         raise Unstated(origin, text, "preset")
     return STABLE_DIFFUSION_SCALE, f"the default of {KL}"
+
+
+def latents_of(content: Weights, scale: float | None) -> dict[str, Any]:
+    """What the config of the file's VAE says of its latents: their ``scale``, and statistics by channel."""
+    found: dict[str, Any] = {"scaling_factor": scale}
+    if EDM_MEAN in content and EDM_STD in content:
+        found["latents_mean"] = content[EDM_MEAN].float().flatten().tolist()
+        found["latents_std"] = content[EDM_STD].float().flatten().tolist()
+    return found
 
 
 def _is_near(one: float, other: float) -> bool:

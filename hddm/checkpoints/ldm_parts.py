@@ -87,17 +87,16 @@ _ENCODERS = (
 )
 
 
-def parts_of(others: Weights, latent_scale: float | None, path: Path) -> dict[str, FilePart]:
+def parts_of(others: Weights, latents: Mapping[str, Any], path: Path) -> dict[str, FilePart]:
     """The VAE and text encoders in ``others``, by name: all tensors of a file beside its network and buffers.
 
-    ``latent_scale`` is None for a file without a VAE. Raises `HddmError` for a tensor of no part.
+    ``latents`` are the keys of the VAE's config on its latents. Raises `HddmError` for a tensor of no part.
     """
     found: dict[str, FilePart] = {}
     rest = dict(others)
     vae = _taken(rest, _VAE)
     if vae:
-        assert latent_scale is not None
-        found[VAE] = _vae(vae, latent_scale, path)
+        found[VAE] = _vae(vae, latents, path)
     for encoder in _ENCODERS:
         weights = _taken(rest, encoder.prefix)
         if weights and encoder.name in found:
@@ -161,16 +160,16 @@ def _part(
     return FilePart(table, held, kept)
 
 
-def _vae(weights: dict[str, Tensor], latent_scale: float, path: Path) -> FilePart:
+def _vae(weights: dict[str, Tensor], latents: Mapping[str, Any], path: Path) -> FilePart:
     origin = f"{path}: its VAE ({_VAE})"
-    config = _vae_config(weights, latent_scale, origin)
+    config = {**_vae_config(weights, origin), **latents}
     convert = functools.partial(convert_ldm_vae_checkpoint, config=config)
     return _part(
         weights, _VAE, _probed(weights, convert), {}, config, path, "diffusion_pytorch_model"
     )
 
 
-def _vae_config(weights: Weights, latent_scale: float, origin: str) -> dict[str, Any]:
+def _vae_config(weights: Weights, origin: str) -> dict[str, Any]:
     """Config of diffusers' class, by shapes."""
     levels = count_blocks(weights, "encoder.down")
     widths = []
@@ -195,7 +194,6 @@ def _vae_config(weights: Weights, latent_scale: float, origin: str) -> dict[str,
         "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in weights,
         "use_quant_conv": "quant_conv.weight" in weights,
         "use_post_quant_conv": "post_quant_conv.weight" in weights,
-        "scaling_factor": latent_scale,
     }
 
 

@@ -4,9 +4,11 @@ Each states the noise schedule, what the network predicts, the scale of its late
 and its attention heads. Its source is the model card or code that publishes them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+
+from torch import Tensor
 
 from hddm.checkpoints.headers import Header
 from hddm.networks.encoders import STABLE_DIFFUSION_SCALE
@@ -27,6 +29,7 @@ _DDPM = {
     "rescale_betas_zero_snr": False,
 }
 """arXiv:2112.10752, and ``scheduler/scheduler_config.json`` of every model here that has betas."""
+_EDM = {"_class_name": "EDMEulerScheduler", "sigma_min": 0.002}
 _FLOW = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "num_train_timesteps": 1000,
@@ -51,6 +54,7 @@ class Preset:
         sample_size: side of its latents.
         num_heads: heads at every level; None for heads of 64 numbers.
         source: what publishes all this.
+        marker: a tensor that only files of this convention have.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Preset:
     sample_size: int
     source: str
     num_heads: int | None = None
+    marker: str | None = None
 
     @property
     def place(self) -> str:
@@ -89,6 +94,14 @@ class Preset:
         """The same preset with its betas rescaled to zero signal at their end (arXiv:2305.08891)."""
         return replace(self, scheduler={**self.scheduler, "rescale_betas_zero_snr": True})
 
+    def with_sigmas(self, content: Mapping[str, Tensor]) -> "Preset":
+        """The same preset between the ends that a file's tensors hold, where it has them."""
+        found = {}
+        for name, key in SIGMAS.items():
+            if name in content and content[name].numel() == 1:
+                found[key] = float(content[name])
+        return replace(self, scheduler={**self.scheduler, **found})
+
 
 def _preset(
     name: PresetName,
@@ -97,6 +110,8 @@ def _preset(
     sample_size: int,
     source: str,
     scheduler: Mapping[str, Any] = _DDPM,
+    marker: str | None = None,
+    latent_scale: float = _XL_SCALE,
 ) -> Preset:
     is_flow = prediction_type is PredictionType.FLOW_PREDICTION
     stated = {} if is_flow else {"prediction_type": prediction_type.value}
@@ -105,10 +120,11 @@ def _preset(
         kind=kind,
         scheduler={**scheduler, **stated},
         prediction_type=prediction_type,
-        latent_scale=_XL_SCALE if kind == "XL" else STABLE_DIFFUSION_SCALE,
+        latent_scale=latent_scale if kind == "XL" else STABLE_DIFFUSION_SCALE,
         sample_size=sample_size,
         source=source,
         num_heads=8 if kind == "1" else None,
+        marker=marker,
     )
 
 
@@ -117,21 +133,43 @@ _EPSILON, _V, _VELOCITY = (
     PredictionType.V_PREDICTION,
     PredictionType.FLOW_PREDICTION,
 )
+V_MARKER, ZERO_MARKER = "v_pred", "ztsnr"
+"""Empty tensors by which ComfyUI knows networks that predict v, and that were trained to no signal."""
+EDM_MEAN, EDM_STD = "edm_mean", "edm_std"
+"""Statistics of the latents of Playground 2.5, by channel."""
+SIGMAS = {"edm_vpred.sigma_min": "sigma_min", "edm_vpred.sigma_max": "sigma_max"}
+"""Tensors that hold the ends of EDM's schedule, by which ComfyUI knows CosXL, and keys of a scheduler."""
 _ALL = (
     _preset("sd1", "1", _EPSILON, 64, "huggingface.co/stable-diffusion-v1-5/stable-diffusion-v1-5"),
     _preset("sd2", "2", _EPSILON, 64, "huggingface.co/stabilityai/stable-diffusion-2-base"),
     _preset("sd2-v", "2", _V, 96, "huggingface.co/stabilityai/stable-diffusion-2"),
     _preset("sdxl", "XL", _EPSILON, 128, "huggingface.co/stabilityai/stable-diffusion-xl-base-1.0"),
-    _preset("sdxl-v", "XL", _V, 128, "huggingface.co/Laxhar/noobai-XL-Vpred-1.0"),
+    _preset("sdxl-v", "XL", _V, 128, "huggingface.co/Laxhar/noobai-XL-Vpred-1.0", marker=V_MARKER),
     _preset("sdxl-flow", "XL", _VELOCITY, 128, "huggingface.co/fancyfeast/bigaspv2-5", _FLOW),
+    # EDM's own network, which diffusers' scheduler calls epsilon.
+    _preset(
+        "playground-2.5",
+        "XL",
+        _EPSILON,
+        128,
+        "huggingface.co/playgroundai/playground-v2.5-1024px-aesthetic",
+        {**_EDM, "sigma_max": 80.0, "sigma_data": 0.5},
+        EDM_MEAN,
+        0.5,
+    ),
+    _preset(
+        "cosxl",
+        "XL",
+        _V,
+        128,
+        "huggingface.co/stabilityai/cosxl",
+        {**_EDM, "sigma_max": 120.0, "sigma_data": 1.0},
+        "edm_vpred.sigma_max",
+    ),
 )
 PRESETS: Mapping[str, Preset] = {one.name: one for one in _ALL}
 """Presets by name, those of one kind of network beside each other."""
 assert tuple(PRESETS) == get_args(PresetName)
-V_MARKER, ZERO_MARKER = "v_pred", "ztsnr"
-"""Empty tensors by which ComfyUI knows networks that predict v, and that were trained to no signal."""
-_BY_MARKER = "sdxl-v"
-"""Preset of files of XL with `V_MARKER`."""
 
 
 def fitting(kind: Kind) -> tuple[str, ...]:
@@ -142,14 +180,14 @@ def fitting(kind: Kind) -> tuple[str, ...]:
 def choose_preset(
     stated: str | None,
     kind: Kind,
-    markers: Collection[str],
+    markers: Mapping[str, Tensor],
     header: Header,
     origin: str,
     is_published: bool = True,
 ) -> Preset | None:
     """The preset that the user ``stated``, or the only one that the file's markers or header mean.
 
-    ``markers`` are the names of its tensors. A header means one where it names both the kind of network and
+    ``markers`` are its tensors. A header means one where it names both the kind of network and
     what it predicts. Raises `HddmError` for statements that contradict the ``kind`` that the tensors show;
     unless the network has the widths that are published, a header is not asked whether it is 1 or 2.
     """
@@ -163,14 +201,28 @@ def choose_preset(
             f"{shown} `preset` {stated}, which is of Stable Diffusion {chosen.kind}; those that fit are "
             f"{', '.join(fitting(kind))}"
         )
-    if chosen is None and kind == "XL" and V_MARKER in markers:
-        chosen = PRESETS[_BY_MARKER]
+    marked = None
+    for one in PRESETS.values():
+        if kind == one.kind and one.marker in markers:
+            marked = one
+    if chosen is not None and marked is not None and _is_edm(marked) and chosen != marked:
+        raise HddmError(
+            f"{origin}: its {marked.marker} is of the preset {marked.name}, which contradicts `preset` "
+            f"{stated}; drop the option"
+        )
+    chosen = chosen or marked
     if chosen is None and header.kinds and len(set(header.predictions.values())) == 1:
         (predicted,) = set(header.predictions.values())
         fit = [PRESETS[name] for name in fitting(kind)]
-        agreeing = [one for one in fit if one.prediction_type == predicted]
+        agreeing = [one for one in fit if one.prediction_type == predicted and not _is_edm(one)]
         chosen = agreeing[0] if len(agreeing) == 1 else None
     has_no_signal = ZERO_MARKER in markers or header.zero_snr is not None
-    if chosen is not None and chosen.name == _BY_MARKER and has_no_signal:
+    if chosen is not None and chosen.marker == V_MARKER and has_no_signal:
         return chosen.without_signal()
+    if chosen is not None and _is_edm(chosen):
+        return chosen.with_sigmas(markers)
     return chosen
+
+
+def _is_edm(preset: Preset) -> bool:
+    return bool(preset.scheduler["_class_name"] == _EDM["_class_name"])

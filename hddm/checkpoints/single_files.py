@@ -23,7 +23,8 @@ from hddm.networks.components import read_file
 from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.file_text import FileText
 from hddm.networks.folders import empty_network, refuse_quantised
-from hddm.networks.vae import vae_record_of
+from hddm.networks.identity import UnreadVae, VaeRecord
+from hddm.networks.vae import identify_vae, vae_record_of
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError
 
@@ -105,7 +106,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
     network = empty_network(LDM.family.network, arguments, len(weights), origin)
     scale, scale_place = ldm.latent_scale_of(content, statement, origin)
     declared = ldm.declared(content, statement, scale, origin)
-    parts = parts_of(others, scale, path)
+    parts = parts_of(others, ldm.latents_of(content, scale), path)
     notes = [*declared.notes, *header.notes]
     if statement.reading.sample_size is None:
         side = arguments["sample_size"]
@@ -115,7 +116,12 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
     if len(sets) > 1:
         notes.append("its other set of weights is left out, and is not written back")
     text = _text_of(parts, others, arguments, path, reading.tokenizer)
-    vae = vae_record_of(parts[VAE].held) if VAE in parts else None
+    vae: VaeRecord | UnreadVae | None = None
+    if VAE in parts:
+        held = parts[VAE].held
+        # One with statistics by channel may be of a latent space that hddm does not read.
+        is_by_channel = "latents_mean" in held.config
+        vae = identify_vae(held) if is_by_channel else vae_record_of(held)
     kept = dict(declared.kept)
     for part in parts.values():
         kept |= part.kept
@@ -135,7 +141,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
         licence=header.licence,
         vae=vae,
         text=text,
-        components={VAE: parts[VAE].held} if VAE in parts else {},
+        components={VAE: parts[VAE].held} if isinstance(vae, VaeRecord) else {},
         names=_names_of(parts, root, header.metadata),
     )
 

@@ -466,11 +466,12 @@ def _refuse_other_schedule(
 ) -> None:
     """Refuse a schedule that is not the preset's, up to the rounding of betas."""
     own = from_diffusers(preset.scheduler)
-    is_same = type(own) is type(schedule) and own.end == schedule.end
-    if is_same:
+    is_same = own.config == schedule.config
+    if isinstance(own, DiscreteSchedule) and isinstance(schedule, DiscreteSchedule):
         times = torch.linspace(0, own.end, 50, dtype=torch.float64)
         # Near zero signal, rounding moves the ratio far.
-        is_same = torch.allclose(own.alpha(times), schedule.alpha(times), rtol=1e-3, atol=1e-3)
+        alphas, others = own.alpha(times), schedule.alpha(times.clamp_max(schedule.end))
+        is_same = own.end == schedule.end and torch.allclose(alphas, others, rtol=1e-3, atol=1e-3)
     if not is_same:
         raise HddmError(
             f"{source.path}: the schedule of {origin} contradicts {preset.place}; drop one of them"

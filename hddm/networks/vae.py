@@ -59,21 +59,21 @@ def _encoder_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
 
 
-def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | UnreadVae:
+def identify_vae(place: Path | Held, variant: str | None = None) -> VaeRecord | UnreadVae:
     """As `vae_record_of`; of a VAE that cannot be read, its class and content as far as they can be."""
     try:
-        return vae_record_of(folder, variant)
+        return vae_record_of(place, variant)
     except HddmError as error:
-        return _unread(
-            folder, variant, one_line(error.message.replace(str(folder), folder.name), 300)
-        )
+        path = place.path if isinstance(place, Held) else place
+        reason = one_line(error.message.replace(str(path), path.name), 300)
+        return _unread(place, variant, reason)
 
 
-def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
+def _unread(place: Path | Held, variant: str | None, reason: str) -> UnreadVae:
     """What can still be known of a VAE that cannot be read."""
     config: dict[str, Any] = {}
     with contextlib.suppress(HddmError):
-        config = read_config(folder)
+        config = dict(place.config) if isinstance(place, Held) else read_config(place)
     kind = one_line(config.get("_class_name"), 60)
     scale, shift = None, None
     if not any(config.get(key) is not None for key in _PER_CHANNEL):
@@ -82,7 +82,10 @@ def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
             scale, shift = scale_and_shift({"scaling_factor": default} | config)
     found = None
     with contextlib.suppress(HddmError):
-        _, weights = read_weights(folder, STEM, variant)
+        if isinstance(place, Held):
+            weights = place.weights
+        else:
+            _, weights = read_weights(place, STEM, variant)
         found = fingerprint(_encoder_of(weights) or weights)
     return UnreadVae(kind=kind, reason=reason, fingerprint=found, scale=scale, shift=shift)
 

@@ -108,7 +108,7 @@ def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(
     content = ldm_unet(copy.deepcopy(network).half())
     save_file(content, source)
     error = refused(hddm, source, *options)
-    assert "pass --preset sdxl, sdxl-v or sdxl-flow, or --schedule" in error
+    assert "pass --preset sdxl, sdxl-v, sdxl-flow, playground-2.5 or cosxl, or --schedule" in error
     EulerDiscreteScheduler(**SD_BETAS, prediction_type="epsilon").save_pretrained(tmp_path)
     file = tmp_path / "scheduler_config.json"
     converted(hddm, source, tmp_path / "expert", "--schedule", file, *options)

@@ -223,6 +223,29 @@ def test_markers_choose_the_rescaled_schedule_of_v_prediction(
     assert library.load(tmp_path / "other").schedule.alpha(torch.tensor([999])) > 0
 
 
+@pytest.mark.parametrize("is_said", [True, False])
+def test_files_of_edm_are_known_by_their_markers(
+    hddm: Command, tmp_path: Path, is_said: bool
+) -> None:
+    ends = {"edm_vpred.sigma_max": torch.tensor(60.0), "edm_vpred.sigma_min": torch.tensor(0.01)}
+    statistics = {name: torch.ones(1, 4, 1, 1) for name in ("edm_mean", "edm_std")}
+    for name, markers, path, is_negated in (
+        ("cosxl", ends, {"sigma_min": 0.01, "sigma_max": 60.0, "sigma_data": 1.0}, False),
+        ("playground-2.5", statistics, {"sigma_max": 80.0, "sigma_data": 0.5}, True),
+    ):
+        source = _file(tmp_path / name, "XL", **markers)
+        options = ("--preset", name, *SIDE) if is_said else SIDE
+        converted(hddm, source, tmp_path / "out" / name, *options)
+        record = record_of(tmp_path / "out" / name)
+        assert record["prediction_type"] == "v_prediction"
+        assert record.get("negated", False) == is_negated
+        schedule = {"name": "edm", "sigma_min": 0.002} | path
+        for key, value in schedule.items():
+            assert record["schedule"][key] == pytest.approx(value)
+        error = refused(hddm, source, "--preset", "sdxl", *SIDE)
+        assert f"is of the preset {name}, which contradicts --preset sdxl" in error
+
+
 def test_a_header_that_names_architecture_and_prediction_means_a_preset(
     hddm: Command, tmp_path: Path
 ) -> None:
