@@ -185,8 +185,7 @@ def latent_scale_of(
     """The scale of the latents, and the place that says it.
 
     It is that of the file's ``scale_factor``, which must be the preset's, or the preset's; of a VAE of Stable
-    Diffusion 1 and 2 it is else the default of its class, and of XL it is missing (`Unstated`). None without
-    a VAE and any statement.
+    Diffusion 1 and 2 it is else the default of its class. None where nothing says it.
     """
     stored, preset = content.get("scale_factor"), statement.preset
     scale = None if stored is None or stored.numel() != 1 else float(stored)
@@ -202,8 +201,7 @@ def latent_scale_of(
     if not any(name.startswith(OTHER_PARTS[0]) for name in content):
         return None, ""
     if statement.kind == "XL":
-        text = f"does not say the scale of its latents; pass `preset` {choices(statement.kind)}"
-        raise Unstated(origin, text, "preset")
+        return None, ""
     return STABLE_DIFFUSION_SCALE, f"the default of {KL}"
 
 
@@ -245,9 +243,14 @@ def declared(content: Weights, statement: Statement, scale: float | None, origin
             betas = rescale_zero_terminal_snr(betas)
             place += f", rescaled to no signal at their end as {statement.zero_snr} asks"
         schedule = {"name": "discrete", "betas": betas.tolist()}
+    unstated: list[Unstated] = []
+    if scale is None and any(name.startswith(OTHER_PARTS[0]) for name in content):
+        text = f"does not say the scale of its latents; pass `preset` {choices(statement.kind)}"
+        unstated.append(Unstated(origin, text, "preset"))
     return Declared(
         schedule,
         place,
+        unstated=tuple(unstated),
         prediction_type="v_prediction" if V_MARKER in content else None,
         prediction_origin="its tensor v_pred",
         zero_snr=statement.zero_snr,

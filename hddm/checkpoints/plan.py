@@ -144,7 +144,8 @@ def open_unstated(path: Path, reading: Reading) -> tuple[Checkpoint, list[Unstat
     missing: list[Unstated] = []
     while True:
         try:
-            return open_checkpoint(path, reading), missing
+            source = open_checkpoint(path, reading)
+            return source, [*missing, *source.declared.unstated]
         except Unstated as error:
             if getattr(reading, error.option, None) is not None or error.option not in _ANY:
                 raise

@@ -111,13 +111,13 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
     if statement.reading.sample_size is None:
         side = arguments["sample_size"]
         notes.append(f"samples of side {side} are assumed; `sample_size` changes that")
-    if VAE in parts:
+    if VAE in parts and scale is not None:
         notes.append(f"latent scale {scale:g} by {scale_place}")
     if len(sets) > 1:
         notes.append("its other set of weights is left out, and is not written back")
     text = _text_of(parts, others, arguments, path, reading.tokenizer)
     vae: VaeRecord | UnreadVae | None = None
-    if VAE in parts:
+    if VAE in parts and scale is not None:
         held = parts[VAE].held
         # One with statistics by channel may be of a latent space that hddm does not read.
         is_by_channel = "latents_mean" in held.config
@@ -141,7 +141,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
         licence=header.licence,
         vae=vae,
         text=text,
-        components={VAE: parts[VAE].held} if isinstance(vae, VaeRecord) else {},
+        components={VAE: parts[VAE].held} if VAE in parts else {},
         names=_names_of(parts, root, header.metadata),
     )
 

@@ -193,8 +193,8 @@ class Declared:
 
     ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; ``zero_snr`` is what
     says that the network was trained down to zero signal. ``preset`` is a published convention that the user
-    or the file states, and ``presets`` are those that fit its tensors, in words. ``kept`` are tensors that no
-    network needs, for the way back.
+    or the file states, and ``presets`` are those that fit its tensors, in words. ``unstated`` is what a
+    conversion needs besides. ``kept`` are tensors that no network needs, for the way back.
     """
 
     scheduler: Mapping[str, Any] | None = None
@@ -205,6 +205,7 @@ class Declared:
     zero_snr: str | None = None
     preset: Preset | None = None
     presets: str = ""
+    unstated: tuple[Unstated, ...] = ()
     is_latent: bool = True
     latent_scale: float | None = None
     notes: tuple[str, ...] = ()

@@ -141,7 +141,7 @@ def _stated_arguments(source: Checkpoint, missing: Sequence[Unstated]) -> dict[s
     """The arguments of a checkpoint's network, without those that it does not state."""
     arguments = dict(source.arguments)
     for one in missing:
-        for key in _ARGUMENTS[one.option]:
+        for key in _ARGUMENTS.get(one.option, ()):
             arguments.pop(key, None)
     return arguments
 

@@ -223,6 +223,23 @@ def test_markers_choose_the_rescaled_schedule_of_v_prediction(
     assert library.load(tmp_path / "other").schedule.alpha(torch.tensor([999])) > 0
 
 
+def test_what_a_whole_file_of_xl_does_not_say_is_told_at_once(
+    hddm: Command, tmp_path: Path
+) -> None:
+    pipe = tiny_pipeline(tmp_path / "made", "XL")
+    source = tmp_path / "in" / "sd.safetensors"
+    source.parent.mkdir()
+    save_file({name: one.contiguous() for name, one in whole_file(pipe, "XL").items()}, source)
+    presets = "--preset sdxl, sdxl-v, sdxl-flow, playground-2.5 or cosxl"
+    error = refused(hddm, source, "--tokenizer", tmp_path / "made/parts/tokenizer", *SIDE)
+    assert f"does not say the scale of its latents; pass {presets}" in error
+    assert f"on; pass {presets}, or --schedule" in error
+    code, text, error = hddm("inspect", source)
+    assert code == 0, error
+    assert "components: vae, text_encoder, text_encoder_2" in text
+    assert f"pass {presets}" in text
+
+
 @pytest.mark.parametrize("is_said", [True, False])
 def test_files_of_edm_are_known_by_their_markers(
     hddm: Command, tmp_path: Path, is_said: bool
