@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -448,6 +449,19 @@ def test_classes_of_a_config_that_fit_no_network_are_refused() -> None:
     said = "num_classes is None of a network that takes class_labels; it is 1 or more with them"
     assert said in refusal(DIT.conditions, {"num_embeds_ada_norm": None})
     assert "num_classes is -3 of" in refusal(UNET.conditions, {"num_class_embeds": -3})
+
+
+def test_a_network_without_gradient_checkpointing_is_refused_before_its_run_begins(
+    with_package: Callable[[str], None], shards: Path, tmp_path: Path
+) -> None:
+    expert, settings = tmp_path / "expert", {"objective": "ddpm", "steps": 2, "batch_size": 4}
+    with_package(PACKAGE)
+    hddm.convert(_mixer(tmp_path / "source"), expert)
+    train = partial(hddm.train, shards / "shard_0", tmp_path / "tuned", init=expert, **settings)
+    said = "`gradient_checkpointing`: Mixer does not support it, says diffusers; drop the option"
+    assert refusal(train, gradient_checkpointing=True) == said
+    train()
+    assert (tmp_path / "tuned" / "expert.json").is_file()
 
 
 def test_a_lora_expert_of_a_package_is_sampled_assembled_and_written_back(
