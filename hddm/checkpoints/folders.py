@@ -41,7 +41,7 @@ from hddm.networks.components import (
     weights_of_variant,
 )
 from hddm.networks.encoders import VAES as VAE_KINDS
-from hddm.networks.families import Family, known_family, layouts
+from hddm.networks.families import Family, known_family, layouts, pipeline_networks
 from hddm.networks.families.installed import may_be_added
 from hddm.networks.folders import (
     WEIGHTS,
@@ -64,12 +64,11 @@ from hddm.utils.records import damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"
-DENOISERS = ("transformer", "unet")
 SCHEDULER_FILE = "scheduler_config.json"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 VAES = ("vae", "vqvae")
-_PARTS = re.compile(r"unet|transformer|vae|vqvae|(text_encoder|tokenizer)(_\d)?")
-"""Parts of a pipeline that are read."""
+_PARTS = re.compile(r"vae|vqvae|(text_encoder|tokenizer)(_\d)?")
+"""Parts of a pipeline that are read, besides its network."""
 _OTHER_TASKS = {
     "makes videos": "Animate|Video|[TI]2V|^(Allegro|ConsisID|Helios|Latte|LTX|Mochi|PIA|SkyReels|Wan)",
     "changes a given picture": "Kontext|Fill|Edit|Pix2Pix|Upscale|Depth2Img|Variation|Control(?!Net)",
@@ -97,23 +96,29 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
     index = _index(folder)
-    found = [name for name in DENOISERS if _is_there(index.get(name))]
+    networks = pipeline_networks()
+    found = [name for name in networks if _is_there(index.get(name))]
     if len(found) != 1:
         raise HddmError(
-            f"{folder / MODEL_INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}"
+            f"{folder / MODEL_INDEX}: needs one of {', '.join(networks)}, not {found or 'none'}"
         )
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
         if entry not in (None, [None, None]) and not _is_known(entry):
             text = f"{name} is {entry!r}, not a class of diffusers; hddm runs no other code"
-            remedy = f", and {may_be_added()}" if name in DENOISERS else ""
+            remedy = f", and {may_be_added()}" if name in networks else ""
             raise HddmError(f"{folder / MODEL_INDEX}: {text}{remedy}")
     # Some early pipelines of one model hold it at the root.
     at_root = found if (folder / "config.json").exists() else []
     missing = []
     for name in index:
-        is_part = _PARTS.fullmatch(name) and _is_there(index[name])
-        if is_part and name not in at_root and not (folder / name).is_dir():
+        is_read = name in networks or _PARTS.fullmatch(name)
+        if (
+            is_read
+            and _is_there(index[name])
+            and name not in at_root
+            and not (folder / name).is_dir()
+        ):
             missing.append(name)
     if missing:
         beside = sorted(one.name for one in folder.iterdir() if one.is_dir())

@@ -321,5 +321,6 @@ def _refuse_other_config(folder: Path, record: ExpertRecord, network: ModelMixin
             differing.append(f"{key} {one}, not {found[key]}")
     if differing:
         raise HddmError(
-            f"{folder}: expert.json says {'; '.join(differing)}, which config.json says"
+            f"{folder}: expert.json says {'; '.join(differing)}, which config.json says by the family of "
+            f"{type(network).__name__}"
         )

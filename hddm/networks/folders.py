@@ -213,7 +213,8 @@ def _compute(
     size = sum(tensor.numel() for tensor in weights.values())
     if buffer.numel() > 16 * size + 2**20:
         raise HddmError(f"{origin}: asks for {buffer.numel()} positions beside {size} weights")
-    none = dict.fromkeys(_depths(type(network))[0], 0)
+    groups = _depths(type(network))
+    none = dict.fromkeys(groups[0], 0) if groups else {}
     shallow = type(network)(**{**arguments, **none})
     owner, _, leaf = name.rpartition(".")
     network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(name), persistent=False)

@@ -31,7 +31,7 @@ from hddm.conditions import Conditions, Inputs, check_names
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.guidance import Guidance
-from hddm.networks.families import family_of
+from hddm.networks.families import family_of, pipeline_networks
 from hddm.networks.wrappers import family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.predictions import Level, Prediction, PredictionType
@@ -48,8 +48,6 @@ from hddm.schedules import (
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
 from hddm.velocity import ROUNDING, VelocityField, derivatives_at
-
-_NETWORKS = ("unet", "transformer")
 
 
 def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline) -> "DropIn":
@@ -126,10 +124,11 @@ class DropIn(nn.Module):
         self, model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline
     ) -> None:
         super().__init__()
-        name = next((one for one in _NETWORKS if getattr(pipe, one, None) is not None), None)
+        networks = pipeline_networks()
+        name = next((one for one in networks if getattr(pipe, one, None) is not None), None)
         if name is None:
             raise HddmError(
-                f"{type(pipe).__name__} has no {' and no '.join(_NETWORKS)} to stand in for"
+                f"{type(pipe).__name__} has no {' and no '.join(networks)} to stand in for"
             )
         network = getattr(pipe, name)
         # torch.compile, or another stand-in, holds the network itself.

@@ -295,8 +295,6 @@ class _Trainer:
     def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
         self.recipe, self.device = recipe, device
         network: Any = task.network
-        if recipe.gradient_checkpointing:
-            network.enable_gradient_checkpointing()
         network.to(device.target)
         self.parameters = list(trained_parameters(network).values())
         optimizer = optimizer_of(network, recipe)
@@ -416,6 +414,17 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
 
+def _checkpoint_gradients(network: Any) -> None:
+    """Turn gradient checkpointing on; `HddmError` for a class that diffusers finds unable."""
+    try:
+        network.enable_gradient_checkpointing()
+    except ValueError as error:
+        name = type(network).__name__
+        raise HddmError(
+            f"`gradient_checkpointing`: {name} does not support it, says diffusers; drop the option"
+        ) from error
+
+
 def run_task(
     task: Task,
     recipe: Recipe,
@@ -444,6 +453,8 @@ def run_task(
     content = {"settings": settings, "data": dict(data)}
     if is_finished(out, record, content, run, overwrite):
         return []
+    if recipe.gradient_checkpointing:
+        _checkpoint_gradients(task.network)
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,12 @@ from diffusers import DiffusionPipeline
 
 
 class MixerPipeline(DiffusionPipeline):
-    def __init__(self, transformer, scheduler):
+    def __init__(self, denoiser, scheduler):
         super().__init__()
-        self.register_modules(transformer=transformer, scheduler=scheduler)
+        self.register_modules(denoiser=denoiser, scheduler=scheduler)
 """
-IN_PIPELINE = """pipelines = (Pipeline("MixerPipeline"),)
+IN_PIPELINE = """pipelines = (Pipeline("MixerPipeline", network="denoiser"),)
+    time_factor = 1
 
     def read_call(self, state, given):
         return state, {"timestep": given["time"], LABELS: given["label"]}
@@ -294,6 +296,14 @@ MIXER = MineFamily()
             "cannot be loaded (ZeroDivisionError: division by zero)",
         ),
         (
+            CLASS.format("blocks = property(lambda self: self.parts)"),
+            "cannot be loaded (AttributeError: 'MineFamily' object has no attribute 'parts')",
+        ),
+        (
+            CLASS.format("def Mine(): pass\n    network = Mine"),
+            "Mine is no ModelMixin with ConfigMixin of diffusers",
+        ),
+        (
             CLASS.format("").replace("    @register_to_config\n", ""),
             "Mine is no ModelMixin with ConfigMixin of diffusers whose constructor is decorated",
         ),
@@ -430,6 +440,18 @@ def test_a_label_of_none_that_the_network_has_no_row_for_is_found(
     assert "call() fails (IndexError" in refusal(hddm.convert, source, tmp_path / "none")
 
 
+def test_an_expert_of_an_earlier_family_is_refused_by_the_name_of_the_present_one(
+    with_package: Callable[[str], None], tmp_path: Path
+) -> None:
+    with_package(PACKAGE)
+    hddm.convert(_mixer(tmp_path / "source", num_classes=2), tmp_path / "expert")
+    families()["Mixer"].conditions = lambda config: Taken()
+    assert refusal(hddm.load, tmp_path / "expert") == (
+        f"{tmp_path / 'expert'}: expert.json says conditions ('class_labels',), not (), which config.json "
+        "says by the family of Mixer"
+    )
+
+
 @pytest.mark.parametrize(
     "error", [Stopped("stopped at step 3", 15), MemoryError(), Unstated("it", "has none", "steps")]
 )
@@ -448,6 +470,19 @@ def test_classes_of_a_config_that_fit_no_network_are_refused() -> None:
     said = "num_classes is None of a network that takes class_labels; it is 1 or more with them"
     assert said in refusal(DIT.conditions, {"num_embeds_ada_norm": None})
     assert "num_classes is -3 of" in refusal(UNET.conditions, {"num_class_embeds": -3})
+
+
+def test_a_network_without_gradient_checkpointing_is_refused_before_its_run_begins(
+    with_package: Callable[[str], None], shards: Path, tmp_path: Path
+) -> None:
+    expert, settings = tmp_path / "expert", {"objective": "ddpm", "steps": 2, "batch_size": 4}
+    with_package(PACKAGE)
+    hddm.convert(_mixer(tmp_path / "source"), expert)
+    train = partial(hddm.train, shards / "shard_0", tmp_path / "tuned", init=expert, **settings)
+    said = "`gradient_checkpointing`: Mixer does not support it, says diffusers; drop the option"
+    assert refusal(train, gradient_checkpointing=True) == said
+    train()
+    assert (tmp_path / "tuned" / "expert.json").is_file()
 
 
 def test_a_lora_expert_of_a_package_is_sampled_assembled_and_written_back(
@@ -469,12 +504,12 @@ def test_a_lora_expert_of_a_package_is_sampled_assembled_and_written_back(
     # It is opened again, by the class and module that its family has.
     again = hddm.convert(back, tmp_path / "again")
     pipe = sys.modules["mine"].MixerPipeline.from_pretrained(back)
-    want = pipe.transformer(images, torch.tensor([500, 20]), labels)
-    pipe.transformer = hddm.drop_in(again, pipe)
-    torch.testing.assert_close(pipe.transformer(images, torch.tensor([500, 20]), labels), want)
+    want = pipe.denoiser(images, torch.tensor([500, 20]), labels)
+    pipe.denoiser = hddm.drop_in(again, pipe)
+    torch.testing.assert_close(pipe.denoiser(images, torch.tensor([500, 20]), labels), want)
     families()["Mixer"].read_call = lambda state, given: (state, given)
     said = "read_call() of the family of Mixer gives no timestep, only time, label; the pipeline passed"
-    assert said in refusal(pipe.transformer, images, torch.tensor([500, 20]), labels)
+    assert said in refusal(pipe.denoiser, images, torch.tensor([500, 20]), labels)
 
 
 def test_a_layout_of_a_package_cannot_have_the_name_of_a_layout_of_single_files(

@@ -543,7 +543,7 @@ def test_what_cannot_stand_in_is_refused_in_one_line(
     other = VelocityField(wide, schedule, "epsilon", conditions=["encoder_hidden_states"])
     assert "an expert takes text of width 32, and Stable" in refusal(drop_in, other, pipe)
     assert "no: neither an expert folder" in refusal(drop_in, tmp_path / "no", pipe)
-    assert "AutoencoderKL has no unet and no transformer" in refusal(drop_in, experts[0], pipe.vae)
+    assert "AutoencoderKL has no transformer and no unet" in refusal(drop_in, experts[0], pipe.vae)
     zero_snr = DDIMScheduler(**SD, rescale_betas_zero_snr=True, prediction_type="v_prediction")
     pipe.unet, pipe.scheduler = drop_in(experts[0], pipe), zero_snr
     refused = refusal(pipe.unet, numbers(1, 4, 8, 8), 999, encoder_hidden_states=numbers(1, 7, 16))

@@ -89,3 +89,8 @@ def pipelines() -> Mapping[str, Pipeline]:
         for pipeline in family.pipelines:
             found[pipeline.name] = pipeline
     return found
+
+
+def pipeline_networks() -> tuple[str, ...]:
+    """Names by which these pipelines keep their network, such as ``unet``."""
+    return tuple(sorted({pipeline.network for pipeline in pipelines().values()}))

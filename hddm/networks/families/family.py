@@ -127,7 +127,8 @@ class Family:
     name: str
     """The class that a ``config.json`` names."""
     layout: str = ""
-    """The name of its folders, as in ``--to-layout``; empty if no other tool writes them."""
+    """The name of its folders, as in ``--to-layout``; empty for hddm's own network alone, which no other tool
+    writes."""
     former_norm: str = ""
     """``norm_type`` of diffusers' former all-in-one class, ``Transformer2DModel``, that meant this one."""
     depths: tuple[tuple[str, ...], ...] = (("num_layers",),)

@@ -34,74 +34,75 @@ def installed_families() -> Iterator[tuple[str, Family]]:
     Raises `HddmError` for an entry point that cannot be loaded, or that names no sound family.
     """
     for entry in entry_points(group=GROUP):
-        place = f"{_package(entry)}: entry point {entry.name} = {entry.value} of {GROUP}"
-        yield place, _loaded(entry, place)
+        place = f"package {_package(entry)}: entry point {entry.name} = {entry.value} of {GROUP}"
+        try:
+            family = entry.load()
+            problem = _problem(family)
+        except Exception as error:  # a package may raise anything
+            raise HddmError(
+                f"{place}: cannot be loaded ({_reason(error)}); repair or uninstall the package"
+            ) from error
+        if problem is not None:
+            raise HddmError(f"{place}: {problem}; correct it in the package")
+        _tell_errors(family, f"package {_package(entry)}: the family of {family.name}")
+        yield place, family
 
 
 def may_be_added() -> str:
     """End of a message about an unknown class or layout: how a package adds it, and which ones add any."""
-    packages = {_package(entry).removeprefix("package ") for entry in entry_points(group=GROUP)}
-    found = ", ".join(sorted(packages)) or "none"
-    return f"an installed package may add it (entry points {GROUP}; installed: {found})"
+    packages = ", ".join(sorted({_package(entry) for entry in entry_points(group=GROUP)}))
+    return (
+        f"an installed package may add it (entry points {GROUP}; installed: {packages or 'none'})"
+    )
 
 
 def _package(entry: EntryPoint) -> str:
-    return f"package {'unknown' if entry.dist is None else entry.dist.name}"
+    return "unknown" if entry.dist is None else entry.dist.name
 
 
-def _loaded(entry: EntryPoint, place: str) -> Family:
-    """The family that an entry point names, whose methods tell their errors."""
-    try:
-        family = entry.load()
-        kind = getattr(family, "network", None)
-    except Exception as error:  # a package may raise anything
-        raise HddmError(
-            f"{place}: cannot be loaded ({_reason(error)}); repair or uninstall the package"
-        ) from error
+def _problem(family: object) -> str | None:
+    """What is wrong with an object that should be a family; None if nothing is."""
     if not isinstance(family, Family):
-        raise HddmError(f"{place}: names no object of the class {Family.__module__}.Family")
-    name, class_name = getattr(family, "name", None), getattr(kind, "__name__", None)
+        return f"it names no object of the class {Family.__module__}.Family"
+    name, kind = getattr(family, "name", None), getattr(family, "network", None)
+    class_name = getattr(kind, "__name__", None)
     if name is None or name != class_name:
-        raise HddmError(
-            f"{place}: the family is called {name}, and the class of its network {class_name}"
-        )
-    if problem := _problem(family):
-        raise HddmError(f"{place}: {problem}; correct it in the package")
-    _tell_errors(family, f"{_package(entry)}: the family of {name}")
-    return family
-
-
-def _problem(family: Family) -> str | None:
-    """What is wrong with the fields of a family, or its network; None if nothing is."""
-    kind = family.network
-    # The decorator wraps the constructor; without it, the network has no config.
-    has_config = issubclass(kind, ConfigMixin) and hasattr(kind.__init__, "__wrapped__")
-    if not issubclass(kind, ModelMixin) or not has_config:
+        return f"the family is called {name}, and the class of its network {class_name}"
+    if not _has_config(kind):
         return (
-            f"{family.name} is no ModelMixin with ConfigMixin of diffusers whose constructor is decorated "
-            "by register_to_config"
+            f"{name} is no ModelMixin with ConfigMixin of diffusers whose constructor is decorated by "
+            "register_to_config"
         )
-    if family.states_size and not family.has_key("sample_size"):
-        return f"{family.name} takes no sample_size, so states_size must be False"
     for field, hint in typing.get_type_hints(Family).items():
         value = getattr(family, field)
         if not _is_of(hint, value):
             return f"{field} is {one_line(repr(value), 60)}, and must be of {_written(hint)}"
-    if not family.layout:
-        return "layout is empty; name the one of its folders, which hddm convert prints"
     for field in _PATTERNS:
         try:
             re.compile(getattr(family, field))
         except re.error as error:
             return f"{field} is no regular expression ({one_line(error)})"
+    if not family.layout:
+        return "layout is empty; name the one of its folders, which hddm convert prints"
+    if family.states_size and not family.has_key("sample_size"):
+        return f"{name} takes no sample_size, so states_size must be False"
     # Without them a small file could declare a huge network.
     keys = [key for group in family.depths for key in group]
     if keys and not any(map(family.has_key, keys)):
         return (
-            f"depths names {', '.join(keys)}, which {family.name} does not take; name its arguments that "
-            "say how many blocks there are, or () if none does"
+            f"depths names {', '.join(keys)}, which {name} does not take; name its arguments that say how "
+            "many blocks there are, or () if none does"
         )
     return None
+
+
+def _has_config(kind: object) -> bool:
+    """True for a network's class of diffusers whose constructor keeps its arguments in a config."""
+    if not isinstance(kind, type) or not issubclass(kind, ModelMixin):
+        return False
+    # The decorator that does so wraps the constructor.
+    is_decorated = hasattr(inspect.getattr_static(kind, "__init__"), "__wrapped__")
+    return issubclass(kind, ConfigMixin) and is_decorated
 
 
 def _tell_errors(family: Family, place: str) -> None:
@@ -140,8 +141,9 @@ def _telling(method: Callable[..., Any], name: str, hint: Any, place: str) -> Ca
 
 
 def _is_of(hint: Any, value: object) -> bool:
-    """True if ``value`` is of the type ``hint``; numbers and lists are not converted."""
-    if isinstance(hint, type) and typing.get_origin(hint) is None:
+    """True if ``value`` is of the type ``hint``; a list is no tuple, and a whole number is a float too."""
+    # Compiled networks pass here, with tensors, and pydantic cannot be compiled.
+    if _is_plain(hint):
         return isinstance(value, hint)
     try:
         _adapter(hint).validate_python(value)
@@ -155,10 +157,13 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint, config=_ANY_CLASS)
 
 
+def _is_plain(hint: Any) -> bool:
+    """True for a class without parameters, other than float."""
+    return isinstance(hint, type) and typing.get_origin(hint) is None and hint is not float
+
+
 def _written(hint: Any) -> str:
-    return (
-        hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else str(hint)
-    )
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def _reason(error: Exception) -> str:
