@@ -15,7 +15,7 @@ from hddm.checkpoints.layouts import (
     FileLayout,
 )
 from hddm.checkpoints.ldm import LDM
-from hddm.checkpoints.lora import is_lora
+from hddm.checkpoints.lora_files import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.components import read_file
 from hddm.networks.families.dit import licence_of_dit
