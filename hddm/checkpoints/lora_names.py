@@ -114,7 +114,7 @@ def counted_layers(network: ModelMixin, modules: Collection[str]) -> list[str]:
     """Layers of Stable Diffusion's UNet in the order in which cloneofsimo's tool counts them.
 
     The tool (github.com/cloneofsimo/lora, ``extract_lora_ups_down``) walks ``unet.modules()`` of diffusers
-    0.6 to 0.12 and takes the linear layers inside of each module of the classes ``modules``. At that time the
+    0.6 to 0.13 and takes the linear layers inside of each module of the classes ``modules``. At that time the
     UNet held its middle block after its up blocks, and a transformer block held ``attn1``, ``ff`` and
     ``attn2`` in this order; in today's classes ``ff`` comes last.
     """
