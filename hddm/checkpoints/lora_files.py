@@ -41,7 +41,8 @@ from hddm.utils.tensors import read_header, read_safetensors
 
 IN_FOLDERS = (ADAPTER_WEIGHTS, "pytorch_lora_weights.safetensors")
 """Files of a LoRA in a folder of peft, and of diffusers."""
-_COUNTED = re.compile(r"(unet|text_encoder):(\d{1,6}):(up|down)")
+_COUNTED = re.compile(r"(unet|text_encoder):(0|[1-9][0-9]{0,5}):(up|down)")
+_NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 _TEXT = re.compile(
     r"(lora_te(?P<kohya>\d?)_|text_encoder(_(?P<diffusers>\d))?\.|te(?P<short>\d?)\.|"
     r"(?P<named>clip_l|clip_g|t5xxl)\.|(base_model\.model\.)?(?=text_model\.))(?P<layer>.+)"
@@ -70,8 +71,15 @@ class LoraFile:
     texts: dict[int, Layers] = field(default_factory=dict)
     tokens: dict[str, list[str]] = field(default_factory=dict)
     """Tensors of learned tokens, by token."""
-    is_counted: bool = False
-    """Layers have numbers in place of names."""
+
+    @property
+    def is_counted(self) -> bool:
+        """True if layers of the network have numbers in place of names."""
+        return _has_numbers(self.path, self.layers)
+
+    def counts_text(self, encoder: int) -> bool:
+        """True if layers of a text encoder have numbers in place of names."""
+        return _has_numbers(self.path, self.texts[encoder])
 
     @property
     def licence(self) -> str | None:
@@ -82,7 +90,7 @@ class LoraFile:
     def naming(self) -> str:
         """The tool whose names these are."""
         names = self.tensors.keys()
-        if self.is_counted:
+        if any(map(_COUNTED.fullmatch, names)):
             return "cloneofsimo's lora"
         if any(name.startswith("lora_") for name in names):
             return "kohya"
@@ -139,6 +147,14 @@ class LoraFile:
         return frozenset(map(str, stated))
 
 
+def _has_numbers(path: Path, layers: Layers) -> bool:
+    """True if all layers are numbers; `HddmError` if only some are."""
+    numbers = [name for name in layers if _NUMBER.fullmatch(name)]
+    if numbers and len(numbers) < len(layers):
+        raise HddmError(f"{path}: calls some layers by names and some by numbers; fetch it again")
+    return bool(numbers)
+
+
 def is_lora(names: Collection[str]) -> bool:
     """True for tensor names of a LoRA file, or of a similar small change to a network."""
     return any(is_change(name) or _COUNTED.fullmatch(name) for name in names)
@@ -160,7 +176,7 @@ def read_lora(path: Path, allow_pickle: bool = False) -> LoraFile:
         metadata = read_header(path)[1]
     else:
         tensors, metadata = _from_pickle(path), {}
-    found = LoraFile(path, tensors, metadata, is_counted=any(map(_COUNTED.fullmatch, tensors)))
+    found = LoraFile(path, tensors, metadata)
     strangers = []
     for name in tensors:
         if metadata.get(name) == _TOKEN:
@@ -185,7 +201,7 @@ def _from_pickle(path: Path) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             text = f"holds {type(value).__name__} under {name!r}, no tensor"
             raise HddmError(f"{path}: {text}; save the tensors of the LoRA alone, by name")
-    return content
+    return {name: tensor.detach() for name, tensor in content.items()}
 
 
 def _from_list(path: Path, content: list[Any]) -> dict[str, Tensor]:
@@ -197,7 +213,7 @@ def _from_list(path: Path, content: list[Any]) -> dict[str, Tensor]:
         )
     tensors = {}
     for index, tensor in enumerate(content):
-        tensors[f"unet:{index // 2}:{DOWN if index % 2 else UP}"] = tensor
+        tensors[f"unet:{index // 2}:{DOWN if index % 2 else UP}"] = tensor.detach()
     return tensors
 
 

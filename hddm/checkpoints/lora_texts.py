@@ -80,7 +80,7 @@ def check_texts(lora: LoraFile, base: Path, decision: str | None) -> list[str]:
     lines = []
     for number, layers in sorted(lora.texts.items()):
         name, folder = _encoder(lora, encoders, number, base)
-        _targets(lora, layers, folder)
+        _targets(lora, number, folder)
         lines.append(f"{name}: {counted(len(layers), 'layer')} merged, so the expert has its own")
     return lines
 
@@ -97,9 +97,9 @@ def change_texts(
     Returns its record and null conditions with the new encoder.
     """
     encoders = _encoders(draft)
-    for number, layers in lora.texts.items():
+    for number in lora.texts:
         _, folder = _encoder(lora, encoders, number, draft)
-        _merge(lora, layers, folder, alphas, number)
+        _merge(lora, number, folder, alphas)
     place = draft / "text_encoder"
     write_manifest(place)
     tokenizer = draft / "tokenizer"
@@ -143,8 +143,8 @@ def _encoder(
     return names[number], encoders[names[number]]
 
 
-def _targets(lora: LoraFile, layers: Layers, folder: Path) -> dict[str, str]:
-    """Layers of the encoder in ``folder``, as its file has them, by layer of the LoRA file.
+def _targets(lora: LoraFile, number: int, folder: Path) -> dict[str, str]:
+    """Layers of the encoder ``number`` in ``folder``, as its file has them, by layer of the LoRA file.
 
     Raises `HddmError` for a layer that is not found and for a change of another shape.
     """
@@ -154,10 +154,11 @@ def _targets(lora: LoraFile, layers: Layers, folder: Path) -> dict[str, str]:
         layer = name.removesuffix(".weight")
         if layer != name:
             known[layer.removeprefix(_PREFIX).replace(".", "_")] = layer
-    found = _counted(lora, layers, known, path) if lora.is_counted else {}
+    layers, is_counted = lora.texts[number], lora.counts_text(number)
+    found = _counted(lora, layers, known, path) if is_counted else {}
     problems = []
     for name, parts in layers.items():
-        if not lora.is_counted:
+        if not is_counted:
             spelled = [one for one in _spellings(name) if one in known]
             if not spelled:
                 problems.append(f"{name!r} is no layer of it")
@@ -217,13 +218,13 @@ def _counted(
     return {str(number): name for number, name in enumerate(order)}
 
 
-def _merge(lora: LoraFile, layers: Layers, folder: Path, alphas: Alphas, number: int) -> None:
+def _merge(lora: LoraFile, number: int, folder: Path, alphas: Alphas) -> None:
     """Write the weights of the encoder in ``folder`` anew, with the changes."""
-    targets = _targets(lora, layers, folder)
+    targets = _targets(lora, number, folder)
     stored = read_weights(folder, STEM)[1]
     weights = dict(stored)
     digest = hashlib.sha256()
-    for name, parts in sorted(layers.items()):
+    for name, parts in sorted(lora.texts[number].items()):
         layer = targets[name]
         alpha = alphas.of(parts, (name, layer, layer.removeprefix(_PREFIX)), number)
         change = lora.change(parts, alpha)

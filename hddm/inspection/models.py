@@ -80,7 +80,7 @@ def _lora(lora: LoraFile) -> dict[str, Any]:
     count, dtypes = 0, set()
     for one in lora.tensors.values():
         count += one.numel()
-        dtypes.add(DTYPE_NAMES[one.dtype])
+        dtypes.add(DTYPE_NAMES.get(one.dtype, str(one.dtype)))
     is_adapter = all(lora.change(parts).has_factors for parts in lora.layers.values())
     found: dict[str, Any] = {
         "kind": "LoRA",

@@ -181,6 +181,9 @@ def test_other_numbers_of_layers_and_other_modules_are_refused(base: Path, tmp_p
         HddmError, match=r"unet in its header is .* hddm knows the order of Attention"
     ):
         convert_lora(path, base, tmp_path / "out")
+    save_file(content | {"unet.conv_in.lora_A.weight": torch.ones(2, 4, 3, 3)}, path)
+    with pytest.raises(HddmError, match="calls some layers by names and some by numbers"):
+        convert_lora(path, base, tmp_path / "out")
     torch.save([torch.ones(2, 2)] * 3, tmp_path / "lora.pt")
     with pytest.raises(
         HddmError, match="is a list of 3, and no list of up and down tensors in turn"

@@ -1,6 +1,7 @@
 """The forms in which LoRA files come: each becomes W + alpha/rank · B A, or what its kind says, in full."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -578,3 +579,11 @@ def test_a_pickle_is_read_when_that_is_allowed(
     torch.save({"state_dict": content}, path)
     with pytest.raises(HddmError, match="holds dict under 'state_dict', no tensor"):
         convert_lora(path, bases["unet"], tmp_path / "other", allow_pickle=True)
+
+
+def test_every_form_in_the_guide_has_a_test() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "lora.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", guide))
+    assert len(named) > 10
+    own = "".join(path.read_text() for path in Path(__file__).parent.glob("test_lora_*.py"))
+    assert [name for name in sorted(named) if f"def {name}(" not in own] == []
