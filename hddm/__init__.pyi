@@ -49,9 +49,12 @@ def convert(
     sample_size: int | None = None,
     weights: Literal["ema", "raw"] | None = None,
     variant: str | None = None,
+    preset: Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow"] | None = None,
+    tokenizer: PathText | None = None,
     schedule: PathText | None = None,
     prediction_type: Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None = None,
     noise_range: tuple[float, float] | str | None = None,
+    data_range: tuple[float, float] | str | None = None,
     text_dim: int | None = None,
     licence: str | None = None,
 ) -> Path:
@@ -132,6 +135,7 @@ def sample_to_folder(
     offload: Literal["none", "ram", "disk"] = "none",
     max_memory: int | str | None = None,
     output_type: Literal["png", "latent"] = "png",
+    metadata: bool = True,
 ) -> str | None:
     """Sample an expert, an ensemble or the Paris release into a folder."""
 

@@ -88,10 +88,13 @@ class Prediction(ABC):
         """What a training squares, in float32: by default the error of the output itself."""
         return output.float() - self.output(x_0, eps, at).float()
 
-    def velocity_weights(self, alpha: "Tensor", sigma: "Tensor") -> "Tensor | None":
+    def velocity_weights(
+        self, alpha: "Tensor", sigma: "Tensor", data_scale: float = 1.0
+    ) -> "Tensor | None":
         """Weights (batch,) that make the squared error that of the velocity; None if all are 1.
 
-        ``alpha`` and ``sigma`` are (batch,). t and 1 - t are replaced by `BOUND` where they are smaller.
+        ``alpha`` and ``sigma`` are (batch,), of data ``data_scale`` times those of the common path. t and
+        1 - t are replaced by `BOUND` where they are smaller.
         """
         return None
 
@@ -119,9 +122,11 @@ class Epsilon(Prediction):
     def velocity(self, output: "Tensor", at: PathPoint) -> "Tensor":
         return (output - at.x) / (1 - at.t)
 
-    def velocity_weights(self, alpha: "Tensor", sigma: "Tensor") -> "Tensor":
+    def velocity_weights(
+        self, alpha: "Tensor", sigma: "Tensor", data_scale: float = 1.0
+    ) -> "Tensor":
         """1/(1 - t)²."""
-        t = sigma / (alpha + sigma)
+        t = sigma / (alpha * data_scale + sigma)
         return (1 - t).clamp(min=BOUND) ** -2
 
     def bounded_part(self, bound: float) -> tuple[float, float]:
@@ -144,10 +149,12 @@ class Sample(Prediction):
     def velocity(self, output: "Tensor", at: PathPoint) -> "Tensor":
         return (at.x - output) / at.t
 
-    def velocity_weights(self, alpha: "Tensor", sigma: "Tensor") -> "Tensor":
-        """1/t² (arXiv:2511.13720)."""
-        t = sigma / (alpha + sigma)
-        return t.clamp(min=BOUND) ** -2
+    def velocity_weights(
+        self, alpha: "Tensor", sigma: "Tensor", data_scale: float = 1.0
+    ) -> "Tensor":
+        """1/(d t)² for data of scale d (arXiv:2511.13720)."""
+        t = sigma / (alpha * data_scale + sigma)
+        return (data_scale * t.clamp(min=BOUND)) ** -2
 
     def bounded_part(self, bound: float) -> tuple[float, float]:
         return 1 / bound, 1.0
@@ -175,9 +182,12 @@ class VPrediction(Prediction):
         a, s = at.alpha, at.sigma
         return ((s - a) * at.y + (a + s) * output) / (a**2 + s**2)
 
-    def velocity_weights(self, alpha: "Tensor", sigma: "Tensor") -> "Tensor":
-        """((a + s)/(a² + s²))²."""
-        return ((alpha + sigma) / (alpha.square() + sigma.square())).square()
+    def velocity_weights(
+        self, alpha: "Tensor", sigma: "Tensor", data_scale: float = 1.0
+    ) -> "Tensor":
+        """((a + s/d)/(a² + s²))² for data of scale d."""
+        gain = (alpha + sigma / data_scale) / (alpha.square() + sigma.square())
+        return gain.square()
 
 
 class FlowPrediction(Prediction):

@@ -3,18 +3,19 @@
     x_t = alpha_t x_0 + sigma_t eps;  x_0 is data, eps is unit noise;  log_snr = 2 log(alpha/sigma)
 
 Time runs from data to noise. Every schedule has its own *native time*: t in [0, 1] for the continuous ones,
-the timestep index 0 … T-1, fractions allowed, for a DDPM schedule. The *common path* that all experts are
-compared on is `LinearSchedule`: alpha = 1 - t, sigma = t.
+the timestep index 0 … T-1, fractions allowed, for a DDPM schedule, and ln(sigma)/4 for EDM's. The *common
+path* that all experts are compared on is `LinearSchedule`: alpha = 1 - t, sigma = t.
 
 The interface comes first, then the continuous schedules, the DDPM schedules, and the readers of diffusers'
 scheduler configs (`from_diffusers`) and of our own records (`from_config`).
 """
 
 import inspect
+import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import diffusers
 import torch
 from torch import Tensor
 
+from hddm.predictions import PredictionType
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json
 from hddm.utils.tensors import to_float64
@@ -56,7 +58,11 @@ FLOW_MATCH_FAMILY = (
     "FlowMatchHeunDiscreteScheduler",
     "FlowMatchLCMScheduler",
 )
+EDM_FAMILY = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
+FAMILIES = (DDPM_FAMILY, FLOW_MATCH_FAMILY, EDM_FAMILY)
 MOST_STEPS = 100_000
+LARGEST_SIGMA = 1e6
+_EDM_KEYS = ("sigma_min", "sigma_max", "sigma_data")
 # The keys that fix a training schedule; all others of these classes belong to sampling.
 _BETAS = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
 _SCHEDULE_KEYS = ("num_train_timesteps", *_BETAS, "rescale_betas_zero_snr")
@@ -66,14 +72,18 @@ _FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
 class Schedule(ABC):
     """A noise schedule. Values are computed in float64 and returned in the dtype of the argument."""
 
+    start: float = 0.0
+    """Native time of the least noise."""
     end: float
-    """Native time of the most noise; the least is at 0."""
+    """Native time of the most noise."""
+    data_scale: float = 1.0
+    """A path of z = ``data_scale`` * x_0 has its own scale of data (`EDMSchedule`)."""
 
     def alpha(self, time: Tensor) -> Tensor:
         """Signal scale at native ``time``, any shape; float32 for integer times.
 
         Raises:
-            HddmError: for a time outside [0, ``end``].
+            HddmError: for a time outside [``start``, ``end``].
         """
         return self._evaluate(time, lambda exact: self.alpha_sigma(exact)[0])
 
@@ -92,20 +102,28 @@ class Schedule(ABC):
         """
         return self._evaluate(log_snr, self._time, is_time=False)
 
-    def match(self, t: Tensor) -> Tensor:
-        """Native time, in float64, with the log-SNR of the common path at ``t`` in [0, 1]."""
+    def match(self, t: Tensor, data_scale: float | None = None) -> Tensor:
+        """Native time, in float64, with the noise of the common path at ``t`` in [0, 1].
+
+        It is u with sigma(u)/(alpha(u) d) = t/(1 - t), where d is ``data_scale``, by default the path's own.
+        """
         exact = to_float64(t)
-        return self._time(2 * (torch.log1p(-exact) - exact.log()))
+        log_snr = 2 * (torch.log1p(-exact) - exact.log())
+        return self._time(log_snr - 2 * math.log(data_scale or self.data_scale))
 
     @property
     def range(self) -> tuple[float, float]:
         """(t_min, t_max) on the common path: the noise levels that the schedule covers."""
-        return self.common_time(0.0), self.common_time(self.end)
+        return self.range_of(self.data_scale)
 
-    def common_time(self, time: float) -> float:
-        """Time t on the common path with the log-SNR of native ``time``: t/(1-t) = exp(-log_snr/2)."""
+    def range_of(self, data_scale: float) -> tuple[float, float]:
+        """`range` for data of another scale."""
+        return self.common_time(self.start, data_scale), self.common_time(self.end, data_scale)
+
+    def common_time(self, time: float, data_scale: float | None = None) -> float:
+        """Time t on the common path with the noise of native ``time``, as in `match`."""
         log_snr = self._log_snr(torch.tensor(time, dtype=torch.float64))
-        return torch.sigmoid(-log_snr / 2).item()
+        return torch.sigmoid(-log_snr / 2 - math.log(data_scale or self.data_scale)).item()
 
     @property
     @abstractmethod
@@ -136,9 +154,9 @@ class Schedule(ABC):
         argument = torch.as_tensor(argument)
         dtype = argument.dtype if argument.is_floating_point() else torch.float32
         exact = to_float64(argument)
-        if is_time and not ((exact >= 0) & (exact <= self.end)).all():
+        if is_time and not ((exact >= self.start) & (exact <= self.end)).all():
             raise HddmError(
-                f"native times of {type(self).__name__} lie in [0, {self.end:g}], "
+                f"native times of {type(self).__name__} lie in [{self.start:g}, {self.end:g}], "
                 f"not in [{exact.min().item():g}, {exact.max().item():g}]"
             )
         return function(exact).to(argument.device, dtype)
@@ -160,8 +178,11 @@ class LinearSchedule(Schedule):
     def derivatives(self, time: Tensor) -> tuple[Tensor, Tensor]:
         return -torch.ones_like(time), torch.ones_like(time)
 
-    def match(self, t: Tensor) -> Tensor:
-        return to_float64(t)
+    def match(self, t: Tensor, data_scale: float | None = None) -> Tensor:
+        exact = to_float64(t)
+        if data_scale in (None, 1):
+            return exact
+        return data_scale * exact / (1 - exact + data_scale * exact)
 
     def _time(self, log_snr: Tensor) -> Tensor:
         return torch.sigmoid(-log_snr / 2)
@@ -190,6 +211,68 @@ class CosineSchedule(Schedule):
 
     def _time(self, log_snr: Tensor) -> Tensor:
         return 2 / math.pi * torch.atan(torch.exp(-log_snr / 2))
+
+
+@dataclass(frozen=True)
+class EDMSchedule(Schedule):
+    r"""EDM's path (arXiv:2206.00364) as a variance-preserving one: native time ln(sigma)/4.
+
+    EDM noises x = x_0 + sigma eps, and its network F sees c_in x. With z = x_0/sigma_data this is
+
+        c_in x = a z + s eps,   a = sigma_data/n,   s = sigma/n,   n = sqrt(sigma² + sigma_data²)
+
+    and F = s z - a eps is the negative of v. So a network of EDM is one of v prediction on data of the scale
+    1/sigma_data, which is the path's own, with its sign turned.
+
+    Args:
+        sigma_min: the least noise, relative to x_0.
+        sigma_max: the most noise.
+        sigma_data: EDM's deviation of the data.
+
+    Raises:
+        HddmError: for numbers that are not positive and finite, or a sigma_max below sigma_min.
+    """
+
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    sigma_data: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in _EDM_KEYS:
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 1 / LARGEST_SIGMA <= value <= LARGEST_SIGMA:
+                raise HddmError(
+                    f"{name} is {one_line(value, 40)}, and must be from {1 / LARGEST_SIGMA:g} to "
+                    f"{LARGEST_SIGMA:g}"
+                )
+        if not self.sigma_min < self.sigma_max:
+            raise HddmError(
+                f"sigma_min {self.sigma_min:g} is not below sigma_max {self.sigma_max:g}"
+            )
+        object.__setattr__(self, "start", math.log(self.sigma_min) / 4)
+        object.__setattr__(self, "end", math.log(self.sigma_max) / 4)
+        object.__setattr__(self, "data_scale", 1 / self.sigma_data)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"name": "edm", **{name: getattr(self, name) for name in _EDM_KEYS}}
+
+    def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = torch.exp(4 * time)
+        norm = (sigma.square() + self.sigma_data**2).sqrt()
+        return self.sigma_data / norm, sigma / norm
+
+    def derivatives(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, sigma = self.alpha_sigma(time)
+        return -4 * alpha * sigma.square(), 4 * sigma * alpha.square()
+
+    def _log_snr(self, time: Tensor) -> Tensor:
+        return 2 * math.log(self.sigma_data) - 8 * time
+
+    def _time(self, log_snr: Tensor) -> Tensor:
+        time = (math.log(self.sigma_data) - log_snr / 2) / 4
+        return time.clamp(self.start, self.end)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -268,25 +351,28 @@ def from_diffusers(source: object) -> Schedule:
     A key that the config lacks has the documented default of its scheduler class, which is logged. The family
     of a config without ``_class_name``, such as a scheduler object's ``.config``, is known by its keys:
     ``beta_…`` makes it a `DDPMScheduler`'s, a key that only flow-match classes have makes it a flow-match
-    scheduler's. A flow-match scheduler, or one with ``use_flow_sigmas``, stands for `LinearSchedule`: its
-    shift belongs to the sampling grid.
+    scheduler's, one that only EDM's have (``sigma_data``) EDM's. A flow-match scheduler, or one with
+    ``use_flow_sigmas``, stands for `LinearSchedule`: its shift belongs to the sampling grid. What EDM's words
+    for a prediction mean says `read_prediction`.
 
     Args:
         source: a scheduler object, its config, or the path of a ``scheduler_config.json``, of the
             folder that holds it, or of a pipeline folder.
 
     Raises:
-        HddmError: for a class outside the DDPM and flow-match families, an unknown key, a value without a
-            schedule, continuous timesteps, or a config whose family is unknown.
+        HddmError: for a class outside the DDPM, flow-match and EDM families, an unknown key, a value without
+            a schedule, continuous timesteps, or a config whose family is unknown.
     """
     config, origin = _read(source)
     name = config.get("_class_name") or _family(config, origin)
-    if name not in DDPM_FAMILY + FLOW_MATCH_FAMILY:
+    if not any(name in family for family in FAMILIES):
         raise HddmError(
-            f"{origin}: {name!r} is neither of the DDPM nor of the flow-match family (such as "
-            f"DDIMScheduler, EulerDiscreteScheduler and FlowMatchEulerDiscreteScheduler)"
+            f"{origin}: {name!r} is neither of the DDPM, the flow-match nor the EDM family (such as "
+            f"DDIMScheduler, FlowMatchEulerDiscreteScheduler and EDMEulerScheduler)"
         )
     _refuse_unknown_keys(config, origin)
+    if name in EDM_FAMILY:
+        return _edm_schedule(config, name, origin)
     if name in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
         return LinearSchedule()
     if config.get("timestep_type") == "continuous":
@@ -312,8 +398,41 @@ def from_diffusers(source: object) -> Schedule:
     return DiscreteSchedule(betas, {"_class_name": name, **given})
 
 
+def _edm_schedule(config: Mapping[str, Any], name: str, origin: str) -> EDMSchedule:
+    """The schedule of an EDM scheduler's config; defaults are those of its class ``name``."""
+    parameters, given = _parameters(name), dict[str, Any]()
+    for key in _EDM_KEYS:
+        given[key] = config.get(key, parameters[key].default)
+        if key not in config:
+            logger.info("%s: %s is missing; %s's default is %s", origin, key, name, given[key])
+    try:
+        return EDMSchedule(**given)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+
+
+def read_prediction(schedule: Schedule, stated: str) -> tuple[PredictionType, bool]:
+    """What a network predicts that diffusers calls ``stated``, and whether it gives the negative of that.
+
+    EDM's schedulers call EDM's own network ``epsilon``, which is the negative of v, and one of v
+    ``v_prediction``. All other schedules mean what they say.
+
+    Raises:
+        HddmError: for an unknown prediction type, or one that EDM does not have.
+    """
+    kind = PredictionType.parse(stated)
+    if not isinstance(schedule, EDMSchedule):
+        return kind, False
+    if kind not in (PredictionType.EPSILON, PredictionType.V_PREDICTION):
+        raise HddmError(
+            f"EDM's schedulers know the prediction types epsilon (EDM's own network) and v_prediction (its "
+            f"negative), not {kind}"
+        )
+    return PredictionType.V_PREDICTION, kind is PredictionType.EPSILON
+
+
 def declared_prediction_type(source: object) -> str | None:
-    """The ``prediction_type`` that a scheduler config states, None where it states none.
+    """The ``prediction_type`` that a scheduler config states, in its words; None where it states none.
 
     A flow-match scheduler means ``flow_prediction``, as does ``use_flow_sigmas``. Older versions of diffusers
     wrote ``predict_epsilon``.
@@ -375,6 +494,8 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
             return LinearSchedule()
         case {"name": "cosine", **rest} if not rest:
             return CosineSchedule()
+        case {"name": "edm", **rest} if set(rest) == set(_EDM_KEYS):
+            return EDMSchedule(**rest)
         case {"name": "discrete", "betas": betas, **rest} if not rest:
             try:
                 return DiscreteSchedule(torch.tensor(betas, dtype=torch.float64))
@@ -382,6 +503,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
                 raise HddmError(f"schedule: betas {str(betas)[:40]} are not numbers") from error
     raise HddmError(
         f"schedule {dict(config)} is unknown: it is {{'name': 'linear'}}, {{'name': 'cosine'}}, "
+        "{'name': 'edm', 'sigma_min': …, 'sigma_max': …, 'sigma_data': …}, "
         "{'name': 'discrete', 'betas': […]} or a diffusers scheduler config with _class_name"
     )
 
@@ -390,12 +512,19 @@ def _family(config: Mapping[str, Any], origin: str) -> str:
     """The scheduler class of a config that does not name it."""
     if any(key.startswith("beta_") or key == "trained_betas" for key in config):
         return "DDPMScheduler"
-    of_flow: set[str] = set().union(*map(_parameters, FLOW_MATCH_FAMILY))
-    of_flow_alone = of_flow.difference(*map(_parameters, DDPM_FAMILY))
-    if of_flow_alone & set(config):
+    if _keys_of_alone(EDM_FAMILY) & set(config):
+        return "EDMEulerScheduler"
+    if _keys_of_alone(FLOW_MATCH_FAMILY) & set(config):
         return "FlowMatchEulerDiscreteScheduler"
     _refuse_unknown_keys(config, origin)
     raise HddmError(f"{origin}: has neither _class_name nor betas; name the scheduler class")
+
+
+def _keys_of_alone(family: Sequence[str]) -> set[str]:
+    """Keys that the classes of one family have, and those of no other."""
+    own: set[str] = set().union(*map(_parameters, family))
+    others = [name for other in FAMILIES if other is not family for name in other]
+    return own.difference(*map(_parameters, others))
 
 
 def _read(source: object) -> tuple[dict[str, Any], str]:
@@ -420,7 +549,7 @@ def _parameters(name: str) -> dict[str, inspect.Parameter]:
 
 def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
     # A config may carry keys of another scheduler class: from_config keeps what it does not use.
-    known = set(_FROM_OLD_VERSIONS).union(*map(_parameters, DDPM_FAMILY + FLOW_MATCH_FAMILY))
+    known = set(_FROM_OLD_VERSIONS).union(*map(_parameters, itertools.chain(*FAMILIES)))
     for key in config:
         if not key.startswith("_") and key not in known:
             raise HddmError(

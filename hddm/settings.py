@@ -21,7 +21,16 @@ from hddm.guidance import Guidance, GuideBy, Interval
 from hddm.predictions import PredictionType
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
-from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, Share, parse_record
+from hddm.utils.records import (
+    OPTIONS,
+    Count,
+    DataRange,
+    NoiseRange,
+    Record,
+    Seed,
+    Share,
+    parse_record,
+)
 
 Returned = TypeVar("Returned")
 Report = Callable[[str], object]
@@ -41,6 +50,9 @@ class Shown:
 READ = "read"
 """Marks a path that must exist, which the command line checks before it imports anything."""
 InputPath = Annotated[Path, READ]
+MODEL = "model"
+"""Marks a path of a model or a part of one, or its name on a hub (`hddm.utils.hub`)."""
+ModelPath = Annotated[Path, MODEL]
 
 
 def silent(line: str) -> None:
@@ -135,6 +147,10 @@ if TYPE_CHECKING:
     PredictionName = str
 else:
     PredictionName = Literal[tuple(kind.value for kind in PredictionType)]
+
+
+PresetName = Literal["sd1", "sd2", "sd2-v", "sdxl", "sdxl-v", "sdxl-flow"]
+"""Keys of `hddm.checkpoints.presets.PRESETS`."""
 
 
 def _whole_amount(text: Any) -> Any:
@@ -246,6 +262,8 @@ class SampleSettings(Computing, SamplingMethod):
     """Limit of weights on the device with `offload`, such as 6GB. Default: room for one expert."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
+    metadata: bool = True
+    """Write into each PNG file how it was made: prompt, seed, steps, model, and more."""
 
     @property
     def labels(self) -> list[str]:
@@ -337,11 +355,11 @@ class PartitionSettings(SourceSettings):
 class EncodingSettings(Described):
     """How images are resized and stored; networks run in float32."""
 
-    vae: InputPath | None = None
+    vae: ModelPath | None = None
     """Folder of an AutoencoderKL or AutoencoderTiny. Default: store pixels."""
-    text_encoder: InputPath | None = None
+    text_encoder: ModelPath | None = None
     """Folder of a CLIP text encoder. Default: store no text tokens."""
-    tokenizer: InputPath | None = None
+    tokenizer: ModelPath | None = None
     """Folder of the text encoder's tokenizer."""
     resolution: Positive | None = None
     """Side to resize and crop images to. Default: keep their size."""
@@ -370,6 +388,10 @@ class Reading(Described):
     """Set of weights. Default: ema if the source has it."""
     variant: str | None = None
     """Variant of the weights file, such as fp16."""
+    preset: PresetName | None = None
+    """Published convention of a single file: schedule, prediction, latent scale, size and heads."""
+    tokenizer: ModelPath | None = None
+    """Folder of CLIP's tokenizer, for a single file. Default: the package open-clip-torch."""
 
 
 class Conversion(Reading):
@@ -381,6 +403,8 @@ class Conversion(Reading):
     """Quantity that the network predicts. Default: as in the source."""
     noise_range: NoiseRange | None = None
     """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all."""
+    data_range: DataRange | None = None
+    """Pixels of black and white as it was trained on them, such as 0,1. Default: -1,1."""
     text_dim: Positive | None = None
     """Width of text tokens, to add attention to them."""
     licence: str | None = None
@@ -392,13 +416,13 @@ class AssemblySettings(Described):
 
     strategy: StrategyName | None = None
     """Recommended strategy. Default: draw."""
-    vae: InputPath | None = None
+    vae: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
-    text_encoder: InputPath | None = None
+    text_encoder: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
-    tokenizer: InputPath | None = None
+    tokenizer: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
-    base: Annotated[tuple[Path, ...], READ] = ()
+    base: Annotated[tuple[Path, ...], MODEL] = ()
     """Base of LoRA experts, if it was moved since training."""
     share: Annotated[dict[str, Share], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = (
         None

@@ -6,6 +6,10 @@ For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state 
 2. rescale: the network gets y = (a + s) x, which is a x_0 + s eps, at u;
 3. convert: its output becomes eps - x_0 (`hddm.predictions.Prediction.velocity`).
 
+An expert may have data z = d x_0 + b of its own (`hddm.units`). Then s(u)/(a(u) d) = t/(1 - t), the network
+gets y = (a d + s) x + a b, which is a z + s eps, and its output gives z and eps, of which x_0 = (z - b)/d.
+Outside the schedule's range a b is added to the rescaled state in the same way.
+
 With an exact denoiser the result is exact for every t in [t_min, t_max], the range of the expert's schedule.
 
 **Outside the schedule's range** one rule holds at both ends. The network is evaluated at the nearer end. The
@@ -42,6 +46,7 @@ from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.predictions import PathPoint, Prediction
 from hddm.predictions import PredictionType as PredictionType
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
+from hddm.units import Units
 from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.records import WHOLE, NoiseRange, composed
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
@@ -119,10 +124,13 @@ class VelocityField:
             velocity is the mean over a step, which Euler's method takes exactly; its network takes
             ``interval`` (batch,), the step's length.
         inner_guidance: guidance scale that a student of few steps learned from its teacher; 1 for none.
+        data_scale: the expert's own data are ``data_scale`` * x_0 + ``data_shift``, of the samples x_0 that
+            it gives: 0.5 and 0.5 for one that was trained on pixels in [0, 1]. One positive number.
+        data_shift: a number, or a tensor (C, 1, 1).
 
     Raises:
-        HddmError: for an unknown prediction type, flow_prediction on a discrete schedule, or a noise range
-            that is none or lies beyond the schedule's.
+        HddmError: for an unknown prediction type, flow_prediction on a discrete schedule, a noise range that
+            is none or lies beyond the schedule's, or a data scale or shift of another kind.
     """
 
     def __init__(
@@ -141,6 +149,8 @@ class VelocityField:
         noise_range: NoiseRange = WHOLE,
         sampling_steps: int | None = None,
         inner_guidance: float = 1.0,
+        data_scale: float = 1.0,
+        data_shift: float | Tensor = 0.0,
     ) -> None:
         self.network = network
         self.schedule = schedule
@@ -156,7 +166,12 @@ class VelocityField:
         self.shift = shift
         self.weak = weak
         self.sampling_steps, self.inner_guidance = sampling_steps, inner_guidance
-        self.range = _exact_range(schedule, self.prediction)
+        if isinstance(data_shift, Tensor):
+            data_shift = data_shift.detach().cpu()
+        self.units = Units(data_scale, data_shift)
+        self.units.check_channels(self.sample_shape)
+        self.path_units = self.units.times(schedule.data_scale)
+        self.range = _exact_range(schedule, self.prediction, self.path_units.scale)
         self.noise_range = low, high = noise_range
         if not (0 <= low < high <= 1 and low < self.range[1] and high > self.range[0]):
             raise HddmError(
@@ -332,28 +347,39 @@ class VelocityField:
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""
-        if self.prediction.is_velocity and isinstance(self.schedule, LinearSchedule):
+        own = self.path_units
+        is_straight = self.prediction.is_velocity and isinstance(self.schedule, LinearSchedule)
+        if is_straight and own.is_common:
             return self.output_of(x, t, conditions)
         low, high = self.range
         inside = t.clamp(low, high)
-        native = self.schedule.match(inside)
+        native = self.schedule.match(inside, own.scale)
         alpha, sigma = self.schedule.alpha_sigma(native)
         ones = torch.ones_like(t)
         keep_noise = torch.where(t > inside, inside / t, ones)
         keep_signal = torch.where(t < inside, (1 - inside) / (1 - t), ones)
-        scale = (alpha + sigma) * keep_noise * keep_signal
+        scale = (alpha * own.scale + sigma) * keep_noise * keep_signal
 
         def wide(values: Tensor) -> Tensor:
             return sent(append_dims(values, x.ndim), x.device, x.dtype)
 
         y = wide(scale) * x
+        if not own.is_common:
+            y = y + wide(alpha) * own.shift_like(x)
         output = self.output_of(y, native, conditions)
         derivatives = derivatives_at(self.schedule, native, wide)
         at = PathPoint(wide(alpha), wide(sigma), derivatives, x, y, wide(inside))
-        v = self.prediction.velocity(output, at)
-        if bool((t == inside).all()):
-            return v
+        is_inside = bool((t == inside).all())
+        if own.is_common:
+            v = self.prediction.velocity(output, at)
+            if is_inside:
+                return v
         x_0, eps = self.prediction.x_0_and_eps(output, at)
+        if not own.is_common:
+            x_0 = own.common(x_0)
+            v = eps - x_0
+        if is_inside:
+            return v
         is_above, is_below = t > inside, t < inside
         # Masked before they meet the state: an inf in the row not taken would make its gradient nan.
         fade_signal = torch.where(is_above, (1 - t) / t * inside / (1 - inside), 0)
@@ -393,12 +419,16 @@ class VelocityField:
         return rows
 
 
-def _exact_range(schedule: Schedule, prediction: Prediction) -> tuple[float, float]:
-    low, high = schedule.range
+def _exact_range(
+    schedule: Schedule, prediction: Prediction, data_scale: float
+) -> tuple[float, float]:
+    low, high = schedule.range_of(data_scale)
     if prediction.is_of_noise and high == 1.0:
         # With zero terminal SNR the last index holds no signal.
-        is_discrete = isinstance(schedule, DiscreteSchedule)
-        high = schedule.common_time(schedule.end - 1) if is_discrete else 1.0 - SINGULAR_MARGIN
+        if isinstance(schedule, DiscreteSchedule):
+            high = schedule.common_time(schedule.end - 1, data_scale)
+        else:
+            high = 1.0 - SINGULAR_MARGIN
     if prediction.is_singular_at_data and low == 0.0:
         low = SINGULAR_MARGIN
     return low, high

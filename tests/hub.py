@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/.+)?", path):
             files = self.server.repos.get(match[1])
             if files is None:
-                return self._answer({"error": "Repository not found"}, 404)
+                return self._answer({"error": "Repository not found"}, 404, "RepoNotFound")
             siblings = [{"rfilename": name} for name in files]
             return self._answer(
                 {"id": match[1], "sha": COMMIT, "siblings": siblings, "private": False}
@@ -145,8 +145,11 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _answer(self, content: Any, status: int = 200) -> None:
-        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"}, status)
+    def _answer(self, content: Any, status: int = 200, code: str | None = None) -> None:
+        headers = {"Content-Type": "application/json"}
+        if code is not None:
+            headers["X-Error-Code"] = code
+        self._send(json.dumps(content).encode(), headers, status)
 
     def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
         self.send_response(status)

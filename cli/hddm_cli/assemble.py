@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from hddm.settings import READ, AssemblySettings, Described, Shown
+from hddm.settings import MODEL, AssemblySettings, Described, Shown
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
-from hddm_cli.options import InputArgument, Overwrite
+from hddm_cli.options import ModelArgument, Overwrite
 from hddm_cli.usage import say
 
 MOST = 20
@@ -23,7 +23,7 @@ class EnsembleChange(Described):
     """Output folder; must not exist. Default: change the ensemble in place."""
     router: Annotated[str | None, Shown("FOLDER|moments")] = None
     """Router folder, or moments: a router from the experts' data statistics, without training."""
-    add: Annotated[tuple[Path, ...], READ] = ()
+    add: Annotated[tuple[Path, ...], MODEL] = ()
     """Expert to add to an ensemble."""
     remove: Annotated[tuple[str, ...], Shown("EXPERT")] = ()
     """Index or name of an expert to remove."""
@@ -31,7 +31,7 @@ class EnsembleChange(Described):
 
 def assemble(
     experts: Annotated[
-        list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")
+        list[Path], ModelArgument(help="Expert folders, or one ensemble folder to change.")
     ],
     options: EnsembleChange,
     settings: AssemblySettings,

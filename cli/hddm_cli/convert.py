@@ -4,18 +4,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from hddm.settings import Conversion, Described, InputPath
+from hddm.settings import Conversion, Described, InputPath, ModelPath
 from hddm.utils.errors import UsageError
 from hddm.utils.files import refuse_pickle
 from hddm.utils.progress import Progress
-from hddm_cli.options import InputArgument, Out, Overwrite
+from hddm_cli.options import ModelArgument, Out, Overwrite
 from hddm_cli.usage import say
 
 
 class ConvertOptions(Described):
     """What else is written or checked."""
 
-    base: InputPath | None = None
+    base: ModelPath | None = None
     """Expert that a LoRA file changes; the output is its adapter."""
     text_encoder_lora: Literal["apply", "drop"] | None = None
     """Whether a LoRA's changes to text encoders are merged into the expert's own, or left out."""
@@ -31,7 +31,7 @@ class ConvertOptions(Described):
 
 def convert(
     source: Annotated[
-        Path, InputArgument(help="Checkpoint file, model folder, pipeline folder or expert folder.")
+        Path, ModelArgument(help="Checkpoint file, model folder, pipeline folder or expert folder.")
     ],
     out: Out,
     settings: Conversion,

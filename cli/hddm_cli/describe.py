@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.settings import Described, InputPath
+from hddm.settings import Described, InputPath, ModelPath
 from hddm.utils.errors import counted
 from hddm_cli.options import InputArgument
 
@@ -19,9 +19,9 @@ class Captions(Described):
     """Shard folder of images with captions."""
     text: str | None = None
     """Phrases to use as captions, with commas between them: "oil paintings, portraits"."""
-    text_encoder: InputPath | None = None
+    text_encoder: ModelPath | None = None
     """Folder of the text encoder. Default: the expert's own."""
-    tokenizer: InputPath | None = None
+    tokenizer: ModelPath | None = None
     """Folder of the text encoder's tokenizer."""
 
 

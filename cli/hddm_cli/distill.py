@@ -6,12 +6,20 @@ from typing import Annotated
 import typer
 
 from hddm.training.settings import DistillSettings, RunOptions, refuse_fixed
-from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without
+from hddm_cli.options import (
+    Config,
+    InputOption,
+    ModelArgument,
+    ModelOption,
+    Out,
+    Overwrite,
+    Without,
+)
 from hddm_cli.train import refuse_unfinished
 
 
 def distill(
-    ensemble: Annotated[Path, InputArgument(help="Ensemble folder to imitate.")],
+    ensemble: Annotated[Path, ModelArgument(help="Ensemble folder to imitate.")],
     data: Annotated[
         Path, InputOption(help="Partition folder, written by hddm partition or hddm encode.")
     ],
@@ -20,7 +28,7 @@ def distill(
     run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
     init: Annotated[
         Path | None,
-        InputOption(
+        ModelOption(
             help="Flow expert to start from, such as one of the ensemble; it fixes the network."
         ),
     ] = None,

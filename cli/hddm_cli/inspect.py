@@ -8,15 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from hddm.settings import Reading
-from hddm_cli.options import AsJson, InputArgument, Without
+from hddm_cli.options import AsJson, ModelArgument, Without
 from hddm_cli.usage import say
+
+_OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
+"""What a source may not state, which is told here, and chosen when it is converted."""
 
 
 def inspect(
     path: Annotated[
-        Path, InputArgument(help="Folder or file written by hddm, images or a checkpoint.")
+        Path, ModelArgument(help="Folder or file written by hddm, images or a checkpoint.")
     ],
-    settings: Annotated[Reading, Without(("weights", "num_heads", "sample_size"))],
+    settings: Annotated[Reading, Without(_OF_CONVERSIONS)],
     as_json: AsJson = False,
 ) -> None:
     """Show what a folder or checkpoint is.

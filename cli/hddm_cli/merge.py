@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import InputArgument, Out, Overwrite
+from hddm_cli.options import ModelArgument, Out, Overwrite
 from hddm_cli.usage import say
 
 
 def merge(
     experts: Annotated[
-        list[Path], InputArgument(help="Two or more expert folders of one architecture.")
+        list[Path], ModelArgument(help="Two or more expert folders of one architecture.")
     ],
     out: Out,
     weights: Annotated[

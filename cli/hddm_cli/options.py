@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import typer
 from pydantic import BeforeValidator
 
-from hddm.settings import READ, Shown
+from hddm.settings import MODEL, READ, Shown
 from hddm.training.settings import settings_of
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import check_absent, is_empty, restore
+from hddm.utils.hub import local
 from hddm.utils.records import EXPERT_FILE, Record
 from hddm_cli.usage import Verb, as_typed
 
@@ -37,6 +38,19 @@ def existing(param: typer.CallbackParam, value: Any) -> Any:
             option = f"{param.opts[0]} " if param.param_type_name == "option" else ""
             raise UsageError(f"{option}{path}: no such file or folder")
     return value
+
+
+def fetched(param: typer.CallbackParam, value: Any) -> Any:
+    """Callback of paths of models: a name on a hub becomes the path that it is downloaded to.
+
+    Raises:
+        HddmError: as `hddm.utils.hub.local`, and as `existing`.
+    """
+    if isinstance(value, Path):
+        value = local(value)
+    elif value:
+        value = [local(path) for path in value]
+    return existing(param, value)
 
 
 def absent(context: typer.Context, value: Path) -> Path:
@@ -60,6 +74,8 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
 
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
+ModelArgument = functools.partial(typer.Argument, callback=fetched)
+ModelOption = functools.partial(typer.Option, callback=fetched)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 Overwrite = Annotated[
@@ -67,7 +83,7 @@ Overwrite = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of all random numbers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Model = Annotated[Path, InputArgument(help="Ensemble folder, expert folder or the Paris release.")]
+Model = Annotated[Path, ModelArgument(help="Ensemble folder, expert folder or the Paris release.")]
 Resume = Annotated[
     bool,
     typer.Option(
@@ -88,6 +104,7 @@ class Without(NamedTuple):
 IN_FILES_ALONE = ("weight_decay", "max_grad_norm", "max_non_finite", "keep", "log_every")
 """Settings without an option."""
 _SPELLED = {"prompts": "--prompt"}
+_CALLBACKS = {READ: existing, MODEL: fetched}
 
 
 def _option(name: str, field: Any) -> Any:
@@ -120,7 +137,7 @@ def _option(name: str, field: Any) -> Any:
         is_eager=name == "resume",
         metavar=shown.word,
         rich_help_panel=shown.topic,
-        callback=existing if READ in extras else None,
+        callback=next((_CALLBACKS[one] for one in extras if one in (READ, MODEL)), None),
     )
     if is_optional or field.is_required() or default is None:
         return Annotated[kind | None, details], None

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from hddm.settings import Computing
-from hddm_cli.options import InputArgument, Model
+from hddm_cli.options import Model, ModelArgument
 
 
 def play(
     ensemble: Model,
     settings: Computing,
     after: Annotated[
-        Path | None, InputArgument(help="Second model, to show both side by side.")
+        Path | None, ModelArgument(help="Second model, to show both side by side.")
     ] = None,
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, or the next free one.")

@@ -18,7 +18,16 @@ from hddm.training.settings import (
     refuse_fixed,
 )
 from hddm.utils.errors import UsageError, counted, errors_as
-from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without, add
+from hddm_cli.options import (
+    Config,
+    InputArgument,
+    InputOption,
+    ModelOption,
+    Out,
+    Overwrite,
+    Without,
+    add,
+)
 from hddm_cli.usage import say
 
 if TYPE_CHECKING:
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 group = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
 Init = Annotated[
     Path | None,
-    InputOption(help="Expert to continue from, with its network, prediction and schedule."),
+    ModelOption(help="Expert to continue from, with its network, prediction and schedule."),
 ]
 ScheduleFile = Annotated[
     Path | None,

@@ -15,7 +15,7 @@ from hddm.utils.errors import UsageError, choose, did_you_mean, words
 
 _TOPICS = {
     "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size "
-    "prediction_type text_dim",
+    "preset prediction_type data_range text_dim",
     "Weights": "allow_pickle weights variant licence",
     "Training": "optimizer learning_rate muon_learning_rate warmup ema_decay weighting time_sampling "
     "snr_gamma weak_at",
@@ -48,6 +48,7 @@ _WORDS = {
     "ADDRESS": "host ray",
     "PROJECT": "wandb",
     "LOW:HIGH": "noise_range",
+    "LOW,HIGH": "data_range",
 }
 
 

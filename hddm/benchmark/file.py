@@ -190,7 +190,7 @@ class BenchmarkFile(Record):
     not_counted: Names = ()
     """Steps that were there before, whose compute counts for no row."""
     same: dict[str, tuple[str, str]] = Field(default_factory=dict)
-    """Pairs of sampled folders, of which the report says how many images are equal, byte for byte."""
+    """Pairs of sampled folders, of which the report says how many images are equal, pixel for pixel."""
     split: DecidingSplit | None = None
     """Images that are scored on; validation images where there are some."""
     seeds: Annotated[Seeds, Field(min_length=1)] = (0, 1, 2, 3, 4)

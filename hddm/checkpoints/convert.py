@@ -3,9 +3,9 @@
 The check compares the folder with the source's own network at `TIMES` noise levels inside what it covers,
 on fixed float32 inputs: the raw outputs of both networks, and the expert's velocity against the closed form
 
-    u with s(u)/a(u) = t/(1 - t),  y = (a + s) x,  v from the source's output at (y, u)
+    u with s(u)/(a(u) d) = t/(1 - t),  y = (a d + s) x + a b,  v from the source's output at (y, u)
 
-computed here independently, in float64 and from the betas themselves.
+for own data d x_0 + b, computed here independently, in float64 and from the betas themselves.
 """
 
 import json
@@ -35,8 +35,8 @@ from hddm.experts.expert import Expert, field_of
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
-    FORMAT,
-    ExpertRecord,
+    SOURCE_NAMES,
+    read_expert_record,
     read_nulls,
     write_records,
 )
@@ -46,12 +46,13 @@ from hddm.networks.families.installed import FamilyError
 from hddm.networks.folders import WEIGHTS, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS, NetworkWrapper
 from hddm.predictions import PredictionType
-from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
+from hddm.schedules import CosineSchedule, DiscreteSchedule, EDMSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
+from hddm.utils.hub import local
 from hddm.utils.progress import Progress
-from hddm.utils.records import read_record
+from hddm.utils.records import write_manifest
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims, write_safetensors
 from hddm.velocity import VelocityField
@@ -98,7 +99,8 @@ def convert(
     The network stays the same and is read as a velocity field through the exact conversion (`hddm.velocity`).
 
     Args:
-        source: checkpoint file, model folder, pipeline folder or expert folder.
+        source: checkpoint file, model folder, pipeline folder or expert folder, or the name of one on a hub
+            (`hddm.utils.hub`).
         out: the expert folder.
         settings: its fields are keywords: see `hddm.settings.Conversion`.
         data: shard of images like the model's own, to check the stated conventions on.
@@ -114,6 +116,7 @@ def convert(
         HddmError: for an unreadable source, unknown or contradicting conventions, tensors that are not
             exactly those of the network, a failed comparison, or an existing ``out``.
     """
+    source = local(source)
     with Progress(None, "read the checkpoint"):
         planned = plan_conversion(source, settings)
     check_absent(out, EXPERT_FILE, overwrite)
@@ -169,9 +172,15 @@ def write(
             shutil.copyfile(plan.source.path / CALIBRATION, draft / CALIBRATION)
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
+        if plan.source.names is not None:
+            write_json(draft / SOURCE_NAMES, plan.source.names.model_dump(mode="json"))
         write_records(draft, plan.record.model_copy(update={"source": origin}), plan.nulls)
-        for name, folder in plan.components.items():
-            keep_component(draft, name, folder, plan.source.variant)
+        for name, place in plan.components.items():
+            if isinstance(place, Path):
+                keep_component(draft, name, place, plan.source.variant)
+            else:
+                place.write(draft / name)
+                write_manifest(draft / name)
         return _checked(plan, draft) if check else None
 
 
@@ -232,7 +241,7 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor]]:
 
     It is built as `hddm.load` does, except that weights stay mapped.
     """
-    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    record = read_expert_record(folder)
     network, weights, arguments = open_network(folder)
     fill(network, weights, arguments, str(folder))
     field = field_of(Expert(network, record, None, read_nulls(folder)))
@@ -240,11 +249,14 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor]]:
     assert isinstance(adapter, nn.Module)
     outputs: list[Tensor] = []
 
-    def keep(module: nn.Module, given: object, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    # The adapter drops what is not part of the prediction, and unpacks rows.
+    # The adapter drops what is not part of the prediction, unpacks rows, and turns the sign.
     observed = network if record.variance_head else adapter
+    turned = record.negated and observed is adapter
+
+    def keep(module: nn.Module, given: object, output: Any) -> None:
+        raw = output[0] if isinstance(output, tuple) else output
+        outputs.append(-raw if turned else raw)
+
     observed.register_forward_hook(keep)
     return field, outputs
 
@@ -294,10 +306,13 @@ class _Levels:
         low = max(written.range[0], written.noise_range[0])
         high = min(written.range[1], written.noise_range[1])
         times = [low + share * (high - low) for share in TIMES]
-        native = [_native(plan.conventions.schedule, t) for t in times]
+        units = plan.conventions.path_units
+        native = [_native(plan.conventions.schedule, t, units.scale) for t in times]
         x = torch.randn(len(times), *shape, generator=generator(0, Use.CONVERSION_STATES))
         x *= append_dims(torch.tensor([math.hypot(1 - t, t) for t in times]), x.ndim)
-        y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
+        y = append_dims(torch.tensor([a * units.scale + s for a, s, _ in native]), x.ndim) * x
+        if units.shifts:
+            y += append_dims(torch.tensor([a for a, _, _ in native]), x.ndim) * units.shift_like(y)
         scaled = [u * plan.conventions.time_scale for _, _, u in native]
         return cls(times, native, x, y, torch.tensor(scaled, dtype=torch.float32))
 
@@ -363,46 +378,56 @@ def _velocity_errors(
     plan: ConversionPlan, levels: _Levels, velocities: Tensor, outputs: Tensor
 ) -> dict[float, float]:
     """Relative errors of the expert's velocities, by time, given the outputs of the source's network."""
-    channels = levels.x.shape[1]
+    channels, conventions = levels.x.shape[1], plan.conventions
+    units, sign = conventions.path_units, -1 if conventions.negated else 1
     errors = {}
     for k, t in enumerate(levels.times):
         a, s, _ = levels.native[k]
-        output, x, y = outputs[k, :channels].double(), levels.x[k].double(), levels.y[k].double()
-        exact = _closed_form(plan.conventions.prediction_type, output, x, y, a, s, t)
+        output, y = sign * outputs[k, :channels].double(), levels.y[k].double()
+        z, eps = _closed_form(conventions.prediction_type, output, y, a, s)
+        exact = eps - (z - units.shift_like(z)) / units.scale
         error = (velocities[k].double() - exact).norm() / exact.norm().clamp_min(1e-30)
         errors[round(t, 4)] = error.item()
     return errors
 
 
-def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:
-    """(a, s, u) with s/a = t/(1 - t)."""
+def _native(schedule: Schedule, t: float, scale: float) -> tuple[float, float, float]:
+    """(a, s, u) with s/a = scale t/(1 - t)."""
+    ratio = scale * t / (1 - t)
     if isinstance(schedule, DiscreteSchedule):
         kept = np.cumprod(1 - schedule.betas.double().numpy())
         kept = kept[kept > 0]
         log_ratio = np.log1p(-kept) - np.log(kept)
-        wanted = 2 * math.log(t / (1 - t))
+        wanted = 2 * math.log(ratio)
         u = float(np.interp(wanted, log_ratio, np.arange(len(kept))))
         if wanted > log_ratio[-1]:
             # Beyond it alpha/sigma goes to the zero of the last index in a straight line.
             u += 1 - math.exp((log_ratio[-1] - wanted) / 2)
         return 1 / math.sqrt(1 + math.exp(wanted)), 1 / math.sqrt(1 + math.exp(-wanted)), u
     if isinstance(schedule, CosineSchedule):
-        u = 2 / math.pi * math.atan2(t, 1 - t)
+        u = 2 / math.pi * math.atan(ratio)
         return math.cos(math.pi * u / 2), math.sin(math.pi * u / 2), u
-    return 1 - t, t, t
+    if isinstance(schedule, EDMSchedule):
+        sigma = ratio * schedule.sigma_data
+        norm = math.hypot(sigma, schedule.sigma_data)
+        return schedule.sigma_data / norm, sigma / norm, math.log(sigma) / 4
+    return 1 / (1 + ratio), ratio / (1 + ratio), ratio / (1 + ratio)
 
 
 def _closed_form(
-    kind: PredictionType, output: Tensor, x: Tensor, y: Tensor, a: float, s: float, t: float
-) -> Tensor:
+    kind: PredictionType, output: Tensor, y: Tensor, a: float, s: float
+) -> tuple[Tensor, Tensor]:
+    """(z, eps) with y = a z + s eps, by the definition of each ``kind`` of output."""
     match kind:
         case PredictionType.EPSILON:
-            return output - (y - s * output) / a
+            return (y - s * output) / a, output
         case PredictionType.SAMPLE:
-            return (y - a * output) / s - output
+            return output, (y - a * output) / s
         case PredictionType.V_PREDICTION:
-            return (s * y + a * output - (a * y - s * output)) / (a * a + s * s)
+            norm = a * a + s * s
+            return (a * y - s * output) / norm, (s * y + a * output) / norm
         case PredictionType.FLOW_PREDICTION:
-            return output
+            # On the straight path: z = y - s v, eps = y + a v.
+            return y - s * output, y + a * output
         case _:
             assert_never(kind)

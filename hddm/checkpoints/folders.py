@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.single_files import FILE_LAYOUTS
+from hddm.checkpoints.source_names import read_source_names
 from hddm.checkpoints.sources import (
     Checkpoint,
     Declared,
@@ -54,7 +55,7 @@ from hddm.networks.folders import (
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.networks.vae import identify_vae, scale_and_shift
-from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
+from hddm.schedules import DDPM_FAMILY, FAMILIES
 from hddm.settings import Reading
 from hddm.utils.documents import parse_yaml
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
@@ -258,6 +259,7 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
         record=record,
         nulls=read_nulls(folder),
         components=kept_components(folder),
+        names=read_source_names(folder),
     )
 
 
@@ -285,7 +287,7 @@ def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None
 
 
 def _family(name: object) -> object:
-    return next((family for family in (DDPM_FAMILY, FLOW_MATCH_FAMILY) if name in family), name)
+    return next((family for family in FAMILIES if name in family), name)
 
 
 def _is_there(entry: object) -> TypeGuard[list[Any]]:

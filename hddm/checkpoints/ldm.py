@@ -1,13 +1,14 @@
 """Single-file checkpoints of latent diffusion (CompVis, Stability): all of Stable Diffusion in one file.
 
 Block names count across all levels here, and anew in each level in diffusers' class. Sizes are read from
-shapes. The file holds its betas and latent scale as buffers, but not whether it predicts noise or v; the user
-must say so (``--prediction-type``).
+shapes. Files of Stable Diffusion 1 and 2 may hold betas and latent scale as buffers; no file holds all that a
+conversion needs, which a preset states (`hddm.checkpoints.presets`).
 """
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +16,32 @@ from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
+from hddm.checkpoints.headers import Header
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
+from hddm.checkpoints.presets import (
+    PRESETS,
+    V_MARKER,
+    ZERO_MARKER,
+    Kind,
+    Preset,
+    choose_preset,
+    fitting,
+)
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.condition_names import TEXT, TEXT_EMBEDS
+from hddm.networks.encoders import KL, STABLE_DIFFUSION_SCALE
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.tensors import count_blocks, shape_of
 
 UNET = "model.diffusion_model."
+MARKERS = (f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight")
 EMA = "model_ema."
-# Parts of such a file that a velocity field does not need.
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
+"""What the names of the VAE and of text encoders begin with."""
+_PIXELS = 8
+"""Pixels to one side of a latent."""
 _GROUPS = 32
 _SIZES, _SIZE_WIDTH = 6, 256
 """Numbers on the size and crop of a picture that XL takes, and the width to which it embeds each."""
@@ -37,6 +52,8 @@ _HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
     (_SD, 1024, True): [5, 10, 20, 20],
     (_XL, 2048, True): [5, 10, 20],
 }
+_TEXT_WIDTHS = (768, 1024, 2048)
+"""Of the published networks."""
 _MIDDLE = "UNetMidBlock2DCrossAttn"
 _BLOCKS = {_MIDDLE, "CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"}
 _OUTER = {
@@ -63,6 +80,84 @@ _BUFFERS = re.compile(
     r"betas|alphas_cumprod(_prev)?|(sqrt_|log_)\w+|posterior_\w+|lvlb_weights|logvar|scale_factor|"
     r"denoiser\.sigmas|v_pred|ztsnr"
 )
+_ROOTS = (UNET, "diffusion_model.", "model.", "")
+"""What the names of a network begin with: in whole files, and in those of a network alone."""
+_TOP = ("input_blocks.", "middle_block.", "output_blocks.", "time_embed.", "label_emb.", "out.")
+_TEXT_PROJECTION = "conditioner.embedders.1.model.text_projection"
+
+
+def root_of(names: Collection[str]) -> str | None:
+    """What the names of the network begin with among ``names``; None where there is no such network."""
+    for root in _ROOTS:
+        if all(f"{root}{marker.removeprefix(UNET)}" in names for marker in MARKERS):
+            return root
+    return None
+
+
+def from_root(content: Mapping[str, Tensor], root: str) -> dict[str, Tensor]:
+    """The tensors with names as in a whole file."""
+    found = {}
+    for name, tensor in content.items():
+        is_network = name.startswith(root) and name.removeprefix(root).startswith(_TOP)
+        found[f"{UNET}{name.removeprefix(root)}" if is_network else name] = tensor
+    return found
+
+
+def to_root(name: str, root: str) -> str:
+    """The name of a tensor in a file whose network's names begin with ``root``."""
+    return f"{root}{name.removeprefix(UNET)}" if name.startswith(UNET) else name
+
+
+def kind_of(content: Weights) -> Kind:
+    """The kind of Stable Diffusion whose shapes a network has."""
+    if f"{UNET}label_emb.0.0.weight" in content:
+        return "XL"
+    for name, tensor in content.items():
+        if name.startswith(f"{UNET}input_blocks.") and name.endswith(".proj_in.weight"):
+            return "2" if tensor.ndim == 2 else "1"
+    return "1"
+
+
+def _text_width(content: Weights) -> int | None:
+    """Width of the text that a network takes."""
+    for name, tensor in content.items():
+        if name.startswith(UNET) and name.endswith(".attn2.to_k.weight") and tensor.ndim == 2:
+            return tensor.shape[1]
+    return None
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a user and a file say of its conventions, beside its tensors' shapes.
+
+    ``reading`` is the user's, completed: with the preset that the file means, and the side of samples.
+    """
+
+    preset: Preset | None
+    kind: Kind
+    reading: Reading
+    notes: tuple[str, ...] = ()
+    zero_snr: str | None = None
+
+
+def statement_of(content: Weights, header: Header, reading: Reading, origin: str) -> Statement:
+    """What a file and its user say; `HddmError` as for `choose_preset`."""
+    kind, notes = kind_of(content), []
+    text_width = _text_width(content)
+    is_published = text_width in _TEXT_WIDTHS
+    preset = choose_preset(reading.preset, kind, content, header, origin, is_published)
+    if preset is not None and reading.preset is None:
+        notes.append(f"{preset.name} is its preset, by its own markers or header")
+    side = reading.sample_size
+    if side is None and header.side is not None and header.side[0] % _PIXELS == 0:
+        side = header.side[0] // _PIXELS
+        notes.append(f"samples of side {side} by {header.side[1]}")
+    if side is None and preset is not None:
+        side = preset.sample_size
+    name = None if preset is None else preset.name
+    completed = reading.model_copy(update={"preset": name, "sample_size": side})
+    zero_snr = "its ztsnr" if ZERO_MARKER in content else header.zero_snr
+    return Statement(preset, kind, completed, tuple(notes), zero_snr)
 
 
 def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tensor]]:
@@ -77,13 +172,54 @@ def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tens
     return {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
 
 
-def _declared(
-    content: Weights, config: Mapping[str, Any], reading: Reading, origin: str
-) -> Declared:
-    """Betas, latent scale and the marker of v prediction, which the file holds as buffers.
+def others_in(content: Weights) -> dict[str, Tensor]:
+    """Tensors of the VAE and the text encoders."""
+    return {name: one for name, one in content.items() if name.startswith(OTHER_PARTS)}
+
+
+def latent_scale_of(
+    content: Weights, statement: Statement, origin: str
+) -> tuple[float | None, str]:
+    """The scale of the latents, and the place that says it.
+
+    It is that of the file's ``scale_factor``, which must be the preset's, or the preset's; of a VAE of Stable
+    Diffusion 1 and 2 it is else the default of its class, and of XL it is missing (`Unstated`). None without
+    a VAE and any statement.
+    """
+    stored, preset = content.get("scale_factor"), statement.preset
+    scale = None if stored is None or stored.numel() != 1 else float(stored)
+    if scale is not None and preset is not None and not _is_near(scale, preset.latent_scale):
+        raise HddmError(
+            f"{origin}: its scale_factor is {scale:g}, which contradicts {preset.place}, whose latents "
+            f"are scaled by {preset.latent_scale:g}; pass another `preset`, or none"
+        )
+    if scale is not None:
+        return scale, "its scale_factor"
+    if preset is not None:
+        return preset.latent_scale, preset.place
+    if not any(name.startswith(OTHER_PARTS[0]) for name in content):
+        return None, ""
+    if statement.kind == "XL":
+        text = f"does not say the scale of its latents; pass `preset` {choices(statement.kind)}"
+        raise Unstated(origin, text, "preset")
+    return STABLE_DIFFUSION_SCALE, f"the default of {KL}"
+
+
+def _is_near(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-3 * abs(other)
+
+
+def choices(kind: Kind) -> str:
+    """Presets for a kind of network, in words."""
+    *first, last = fitting(kind)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def declared(content: Weights, statement: Statement, scale: float | None, origin: str) -> Declared:
+    """What the file's buffers and markers say; refuses tensors of no part.
 
     Trainers leave ``ztsnr`` in files trained down to zero signal, often beside the original betas; these are
-    then rescaled as the trainers do (arXiv:2305.08891). Unknown tensors are refused.
+    then rescaled as the trainers do (arXiv:2305.08891).
     """
     buffers = {name: tensor for name, tensor in content.items() if _BUFFERS.fullmatch(name)}
     known = (UNET, EMA, *OTHER_PARTS)
@@ -91,30 +227,24 @@ def _declared(
     if strangers:
         listed = ", ".join(shown(strangers))
         raise HddmError(f"{origin}: its tensors are not those of the layout: left over {listed}")
-    others, notes = sum(name.startswith(OTHER_PARTS) for name in content), []
-    if others:
-        notes.append(f"{others} tensors of its VAE and text encoder are left alone")
-    if reading.sample_size is None:
-        notes.append(
-            f"samples of side {config['sample_size']} are assumed; `sample_size` changes that"
-        )
     schedule, place = None, "the betas in the file"
     if "betas" in content and content["betas"].numel():
         betas = content["betas"].double().flatten()
-        if "ztsnr" in content and len(betas) > 1 and betas[-1] < 1:
+        if statement.zero_snr is not None and len(betas) > 1 and betas[-1] < 1:
             betas = rescale_zero_terminal_snr(betas)
-            place += ", rescaled to no signal at their end as its ztsnr asks"
+            place += f", rescaled to no signal at their end as {statement.zero_snr} asks"
         schedule = {"name": "discrete", "betas": betas.tolist()}
-    scale = content.get("scale_factor")
     return Declared(
         schedule,
         place,
-        prediction_type="v_prediction" if "v_pred" in content else None,
+        prediction_type="v_prediction" if V_MARKER in content else None,
         prediction_origin="its tensor v_pred",
-        is_zero_snr="ztsnr" in content,
-        latent_scale=None if scale is None or scale.numel() != 1 else float(scale),
-        notes=tuple(notes),
+        zero_snr=statement.zero_snr,
+        latent_scale=scale,
+        notes=statement.notes,
         kept=buffers,
+        preset=statement.preset,
+        presets=choices(statement.kind),
     )
 
 
@@ -164,34 +294,45 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
         "transformer_layers_per_block": layers[0] if len(set(layers)) == 1 else layers,
         "cross_attention_dim": context,
         "use_linear_projection": is_linear,
-        "attention_head_dim": unet_heads(channels, context, is_linear, reading.num_heads, origin),
+        "attention_head_dim": unet_heads(channels, context, is_linear, reading, origin),
     }
     if "label_emb.0.0.weight" in unet:
         result |= {
             "addition_embed_type": "text_time",
-            "addition_time_embed_dim": _SIZE_WIDTH,
-            "projection_class_embeddings_input_dim": _added_width(unet, origin),
+            **_added_widths(unet, origin),
         }
     return result
 
 
-def _added_width(unet: Mapping[str, Tensor], origin: str) -> int:
-    """Width of the vector that Stable Diffusion XL adds: one of the text, and the embedded sizes."""
+def _added_widths(unet: Mapping[str, Tensor], origin: str) -> dict[str, int]:
+    """Widths of the vector that XL adds, of the text and six embedded sizes, and of one size.
+
+    Where the file holds the text encoder that makes the vector of the text, a size has an equal part of the
+    rest; else it has that of all published networks.
+    """
     name = "label_emb.0.0.weight"
-    width = shape_of(unet, name, 2, origin)[1]
-    sizes = _SIZES * _SIZE_WIDTH
-    if width <= sizes:
+    width, each = shape_of(unet, name, 2, origin)[1], _SIZE_WIDTH
+    if _TEXT_PROJECTION in unet:
+        rest = width - shape_of(unet, _TEXT_PROJECTION, 2, origin)[1]
+        if rest < 2 * _SIZES or rest % (2 * _SIZES):
+            raise HddmError(
+                f"{origin}: {UNET}{name} takes a vector of width {width}, of which {_TEXT_PROJECTION} "
+                f"leaves {rest}; they must divide into {_SIZES} sizes"
+            )
+        each = rest // _SIZES
+    elif width <= _SIZES * each:
         raise HddmError(
             f"{origin}: {UNET}{name} takes a vector of width {width}; Stable Diffusion XL's is wider than "
-            f"{sizes}, which its {_SIZES} sizes take ({_SIZE_WIDTH} each) beside the text"
+            f"{_SIZES * each}, which its {_SIZES} sizes take ({each} each) beside the text"
         )
-    return width
+    return {"addition_time_embed_dim": each, "projection_class_embeddings_input_dim": width}
 
 
 def unet_heads(
-    channels: list[int], context: int, is_linear: bool, number: int | None, origin: str
+    channels: list[int], context: int, is_linear: bool, reading: Reading, origin: str
 ) -> int | list[int]:
-    """Number of heads (attention_head_dim in diffusers): the user's, or that of a published network."""
+    """Number of heads (attention_head_dim in diffusers): the user's, a published network's or a preset's."""
+    number = reading.num_heads
     if number is not None:
         odd = [width for width in channels if number < 1 or width % number]
         if odd:
@@ -200,6 +341,8 @@ def unet_heads(
             )
         return number
     found = _HEADS.get((tuple(channels), context, is_linear))
+    if found is None and reading.preset is not None:
+        return PRESETS[reading.preset].heads(channels, origin)
     if found is None:
         text = (
             f"widths {channels} with text of width {context} do not match Stable Diffusion 1, 2 or "
@@ -372,11 +515,11 @@ class _Unet(Modules):
 
 LDM = FileLayout(
     name="ldm",
-    markers=(f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight"),
+    markers=MARKERS,
     family=STABLE_DIFFUSION,
     arguments=arguments,
     table=key_table,
     forward=forward,
-    declared=_declared,
+    declared=lambda *_: Declared(),
     scheduler=None,
 )

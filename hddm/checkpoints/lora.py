@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from diffusers import ModelMixin
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -36,6 +35,7 @@ from hddm.experts.lora import AdapterRecord, adapter_of, tensor_names, write_ada
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
+    SOURCE_NAMES,
     ExpertRecord,
     SourceRecord,
     joint_licence,
@@ -45,7 +45,8 @@ from hddm.networks.families.family import ForeignLayer
 from hddm.networks.folders import sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, counted, shown
-from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of
+from hddm.utils.files import check_absent, link_or_copy, new_folder, refuse_full_disk, sha256_of
+from hddm.utils.hub import local
 from hddm.utils.tensors import Planned, promoted, refuse_non_finite
 
 TextLora = Literal["apply", "drop"]
@@ -104,6 +105,7 @@ def convert_lora(
             are not read; for tensors of no layer of the base, and shapes that are not its layers'; for text
             encoders without ``text_encoder_lora``; for NaN and Inf.
     """
+    path, base = local(path), local(base)
     if not (base / EXPERT_FILE).is_file():
         raise UsageError(
             f"`base` {base}: not an expert folder; convert its checkpoint, and name the result"
@@ -159,6 +161,10 @@ def convert_lora(
     refuse_full_disk(out, writer.size)
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         writer.write(draft)
+        # What writing back into the layout of the base's source needs.
+        for name in (EXTRAS_FILE, SOURCE_NAMES):
+            if (base / name).is_file():
+                link_or_copy(base / name, draft / name)
         for name, folder in whole_components(base).items():
             keep_component(draft, name, folder)
         nulls = expert.nulls
@@ -361,11 +367,8 @@ class _Merged:
         self.size = float(sum(math.prod(one.shape) * one.dtype.itemsize for one in self._tensors))
 
     def write(self, draft: Path) -> None:
-        """Write config, weights and what the base's source had besides."""
+        """Write config and weights."""
         write_network(draft, Built(self._base.network, self._tensors))
-        if self._base.declared.kept:
-            kept = {name: one.contiguous() for name, one in self._base.declared.kept.items()}
-            save_file(kept, draft / EXTRAS_FILE, {"format": "pt"})
 
 
 def _merged(target: Target, tensors: Mapping[str, Tensor], name: str, leaf: str) -> Tensor:

@@ -18,10 +18,12 @@ from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pi
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
     Checkpoint,
+    Component,
     Conventions,
     Weights,
     as_planned,
     resolve_conventions,
+    with_data_range,
     with_shift,
 )
 from hddm.condition_names import TEXT
@@ -36,6 +38,7 @@ from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
 from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, Unstated, UsageError
+from hddm.utils.hub import origin_of
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import Planned
@@ -65,23 +68,23 @@ class ConversionPlan:
     extras: Mapping[str, Tensor]
 
     @property
-    def components(self) -> dict[str, Path]:
-        """Components that the expert copies from the source: the ones in its record."""
+    def components(self) -> dict[str, Component]:
+        """Components that the expert takes over from the source: the ones in its record."""
         record = self.record
         known = {
             "vae": record.vae,
             "text_encoder": record.text_encoder,
             "tokenizer": record.text_encoder,
         }
-        found = {}
-        for name, folder in self.source.components.items():
+        found: dict[str, Component] = {}
+        for name, place in {**self.source.components, **self.source.text.components}.items():
             if known[name] is not None:
-                found[name] = folder
+                found[name] = place
         return found
 
     @property
     def size(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the network's weights."""
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.built.tensors)
 
 
@@ -180,10 +183,12 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
         lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type),
         missing,
     )
+    _stated(source.text.require, missing)
     refuse_unstated(path, missing)
     assert interface is not None
     assert conventions is not None
     conventions = with_shift(conventions, source, interface)
+    conventions = with_data_range(conventions, source, conversion.data_range)
     extras.update(source.declared.kept)
     nulls = _nulls(source, interface)
     record = _record(source, conventions, interface, conversion)
@@ -266,6 +271,7 @@ def _record(
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
         "schedule": conversion.schedule.name if conversion.schedule else None,
+        "downloaded_from": origin_of(source.path),
     }
     return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
@@ -274,6 +280,9 @@ def _record(
         schedule_source=_short(conventions.schedule_source),
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
+        data_scale=conventions.units.scale,
+        data_shift=conventions.units.shifts,
+        negated=conventions.negated,
         space="latents" if source.declared.is_latent else "pixels",
         latent_scale=source.declared.latent_scale,
         vae=vae if isinstance(vae, VaeRecord) else None,
@@ -313,7 +322,7 @@ def _short(origin: str) -> str:
 def summary_lines(plan: ConversionPlan) -> list[str]:
     """Lines for the user on the source and on what will be written."""
     source, record, conventions = plan.source, plan.record, plan.conventions
-    low, high = conventions.schedule.range
+    low, high = conventions.range
     parameters = sum(math.prod(one.shape) for one in plan.built.tensors)
     weights = f"{source.chosen} (present: {', '.join(source.sets)})"
     if source.sets == ("unstated",):
@@ -333,6 +342,10 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
     ]
     if record.noise_range != WHOLE:
         lines.append("noise range: t = {:g} … {:g} alone".format(*record.noise_range))
+    if not record.units.is_common:
+        ends = record.units.own(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
+        low, high = ends.amin().item(), ends.amax().item()
+        lines.append(f"own data: from {low:g} to {high:g}, where samples are from -1 to 1")
     if record.shift != 1:
         lines.append(f"shift: {record.shift:.6g}, of the time grid that samples want")
     if record.vae is not None:

@@ -15,13 +15,17 @@ from hddm.checkpoints.layouts import (
     FileLayout,
 )
 from hddm.checkpoints.ldm import LDM
+from hddm.checkpoints.ldm_parts import VAE, FilePart, parts_of, zero_padded
 from hddm.checkpoints.lora_files import is_lora
+from hddm.checkpoints.source_names import NamePair, SourceNames
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.components import read_file
 from hddm.networks.families.dit import licence_of_dit
+from hddm.networks.file_text import FileText
 from hddm.networks.folders import empty_network, refuse_quantised
+from hddm.networks.vae import vae_record_of
 from hddm.settings import Reading
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 
 _WITHOUT_PREFIX = (FACEBOOK_DIT, PIXART_ORIGINAL)
 """Layouts that are recognised after removing prefixes which wrappers put before all names, as ``module.``."""
@@ -44,21 +48,23 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     if is_lora(content):
         text = "is a LoRA, which changes another network; pass that network's expert as `base`"
         raise HddmError(f"{path}: {text}")
-    networks = _sources(content, lambda one: set(LDM.markers) <= set(one), reading, path)
+    networks = _sources(content, lambda one: ldm.root_of(one) is not None, reading, path)
     # A file of latent diffusion has averaged copies beside the weights, in one set.
     _refuse_several(networks, len(networks) > 1, path)
-    layout, rest = LDM, next(iter(networks.values()), {})
-    sets = {name: (one, "") for name, one in ldm.weight_sets(rest).items()}
-    if not networks:
-        sets = {name: _strip(one) for name, one in _weight_sets(content, reading, path).items()}
-        layout = _layout(sets, path)
-        sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
+    if networks:
+        return _open_ldm(next(iter(networks.values())), path, reading)
+    for option in ("preset", "tokenizer"):
+        if getattr(reading, option) is not None:
+            raise UsageError(f"`{option}`: {path} is no single file of Stable Diffusion; drop it")
+    sets = {name: _strip(one) for name, one in _weight_sets(content, reading, path).items()}
+    layout = _layout(sets, path)
+    sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
     chosen = choose_set(sets, reading.weights, str(path))
     weights, prefix = sets[chosen]
     refuse_quantised(weights, path)
     arguments = layout.arguments(weights, reading, str(path))
     network = empty_network(layout.family.network, arguments, len(weights), str(path))
-    declared = layout.declared({**rest, **weights}, arguments, reading, str(path))
+    declared = layout.declared(weights, arguments, reading, str(path))
     header = read_headers([path])
     declared = replace(declared, notes=(*declared.notes, *header.notes))
     if layout.scheduler is not None:
@@ -83,6 +89,95 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         header=header,
         licence=header.licence or licence_of_dit(arguments.get("num_classes")),
     )
+
+
+def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Checkpoint:
+    """Open a file of latent diffusion: its network, and the VAE and text encoders beside it."""
+    origin, header, root = str(path), read_headers([path]), ldm.root_of(content)
+    assert root is not None
+    content = ldm.from_root(content, root)
+    statement = ldm.statement_of(content, header, reading, origin)
+    sets = ldm.weight_sets(content)
+    chosen = choose_set(sets, reading.weights, origin)
+    weights, others = sets[chosen], ldm.others_in(content)
+    refuse_quantised(content, path)
+    arguments = LDM.arguments({**others, **weights}, statement.reading, origin)
+    network = empty_network(LDM.family.network, arguments, len(weights), origin)
+    scale, scale_place = ldm.latent_scale_of(content, statement, origin)
+    declared = ldm.declared(content, statement, scale, origin)
+    parts = parts_of(others, scale, path)
+    notes = [*declared.notes, *header.notes]
+    if statement.reading.sample_size is None:
+        side = arguments["sample_size"]
+        notes.append(f"samples of side {side} are assumed; `sample_size` changes that")
+    if VAE in parts:
+        notes.append(f"latent scale {scale:g} by {scale_place}")
+    if len(sets) > 1:
+        notes.append("its other set of weights is left out, and is not written back")
+    text = _text_of(parts, others, arguments, path, reading.tokenizer)
+    vae = vae_record_of(parts[VAE].held) if VAE in parts else None
+    kept = dict(declared.kept)
+    for part in parts.values():
+        kept |= part.kept
+    return Checkpoint(
+        path=path,
+        layout=LDM.name,
+        files=(path,),
+        weights=weights,
+        network=network,
+        arguments=arguments,
+        table=LDM.table(network.state_dict(), arguments, origin),
+        forward=lambda: LDM.forward(weights, arguments),
+        declared=replace(declared, notes=tuple(notes), kept=kept),
+        sets=tuple(sets),
+        chosen=chosen,
+        header=header,
+        licence=header.licence,
+        vae=vae,
+        text=text,
+        components={VAE: parts[VAE].held} if VAE in parts else {},
+        names=_names_of(parts, root, header.metadata),
+    )
+
+
+def _text_of(
+    parts: Mapping[str, FilePart],
+    others: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    path: Path,
+    vocabulary: Path | None,
+) -> FileText:
+    """The text encoders of a file; refuses those of another network."""
+    encoders = {name: part.held for name, part in parts.items() if name != VAE}
+    width = sum(one.config["hidden_size"] for one in encoders.values())
+    if encoders and width != arguments["cross_attention_dim"]:
+        raise HddmError(
+            f"{path}: its text encoders make tokens of width {width}, and its network takes "
+            f"{arguments['cross_attention_dim']}: they do not belong together"
+        )
+    pipeline = LDM.family.pipeline(arguments)
+    several = pipeline.name if pipeline.prompts is not None else None
+    if not encoders and vocabulary is not None:
+        raise UsageError(f"`tokenizer`: {path} holds no text encoder; drop it")
+    return FileText(path, encoders, zero_padded(others), several, vocabulary)
+
+
+def _names_of(parts: Mapping[str, FilePart], root: str, metadata: Mapping[str, str]) -> SourceNames:
+    """What is kept of the names in a file."""
+    named = {}
+    for name, part in parts.items():
+        pairs = []
+        for pair in part.table.pairs:
+            (foreign,) = pair.foreign
+            kept = NamePair(
+                foreign=foreign,
+                ours=pair.ours,
+                is_transposed=pair.is_transposed,
+                ones=pair.ones,
+            )
+            pairs.append(kept)
+        named[name] = tuple(pairs)
+    return SourceNames(root=root, parts=named, metadata=dict(metadata))
 
 
 def _weight_sets(

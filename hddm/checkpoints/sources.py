@@ -20,9 +20,13 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.headers import Header
+from hddm.checkpoints.presets import Preset
+from hddm.checkpoints.source_names import SourceNames
 from hddm.experts.records import ExpertRecord
+from hddm.networks.components import Held
 from hddm.networks.families import Family, known_family
 from hddm.networks.families.family import IN_LATENTS, Interface
+from hddm.networks.file_text import FileText, HeldPrompts, HeldTokenizer
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.predictions import PredictionType
@@ -35,11 +39,15 @@ from hddm.schedules import (
     flow_steps,
     from_config,
     from_diffusers,
+    read_prediction,
 )
-from hddm.utils.errors import HddmError, Unstated, shown
+from hddm.units import Units
+from hddm.utils.errors import HddmError, Unstated, UsageError, errors_as, shown
 from hddm.utils.files import read_json
 from hddm.utils.tensors import Planned
 
+Component = Path | Held | HeldTokenizer | HeldPrompts
+"""A component of a source: a folder, or part of a file."""
 WeightSet = Literal["ema", "raw", "unstated"]
 Weights = Mapping[str, Tensor]
 Forward = Callable[[Tensor, Tensor, Weights], Tensor]
@@ -58,10 +66,21 @@ _OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"
 
 @dataclass(frozen=True)
 class Pair:
-    """Foreign and own tensors that hold the same rows when joined, in equal parts on either side."""
+    """Foreign and own tensors that hold the same rows when joined, in equal parts on either side.
+
+    One tensor may have another shape on our side: with ``is_transposed``, and without the foreign one's last
+    ``ones`` dimensions of size 1, where that is a convolution over single pixels.
+    """
 
     foreign: tuple[str, ...]
     ours: tuple[str, ...]
+    is_transposed: bool = False
+    ones: int = 0
+
+    @property
+    def back(self) -> "Pair":
+        """The pair that leads from our side to the foreign one."""
+        return Pair(self.ours, self.foreign, self.is_transposed, -self.ones)
 
 
 def same(foreign: str, ours: str) -> Pair:
@@ -106,7 +125,7 @@ class KeyTable:
 
     def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
         """Map back to the layout; ``extras`` are the benign tensors that were kept."""
-        back = [Pair(pair.ours, pair.foreign) for pair in self.pairs]
+        back = [pair.back for pair in self.pairs]
         kept = [as_planned(name, tensor) for name, tensor in extras.items()]
         return [*_mapped(back, weights, origin), *kept]
 
@@ -132,8 +151,20 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
         )
     planned: list[Planned] = []
     for pair in pairs:
-        planned += _divided([weights[name] for name in pair.foreign], pair.ours, origin)
+        tensors = [_reshaped(weights[name], name, pair, origin) for name in pair.foreign]
+        planned += _divided(tensors, pair.ours, origin)
     return planned
+
+
+def _reshaped(tensor: Tensor, name: str, pair: Pair, origin: str) -> Tensor:
+    """The tensor in the shape that it has on the other side."""
+    if pair.ones > 0:
+        if any(size != 1 for size in tensor.shape[-pair.ones :]):
+            raise HddmError(f"{origin}: {name} {tuple(tensor.shape)} is no layer of single pixels")
+        tensor = tensor.reshape(tensor.shape[: -pair.ones])
+    elif pair.ones < 0:
+        tensor = tensor.reshape(*tensor.shape, *(1,) * -pair.ones)
+    return tensor.mT if pair.is_transposed else tensor
 
 
 def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> list[Planned]:
@@ -160,9 +191,10 @@ def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> 
 class Declared:
     """What a checkpoint's files, or their layout's code, say besides the network; None where unstated.
 
-    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; with ``is_zero_snr``
-    the file says that the network was trained down to zero signal. ``kept`` are tensors that no network
-    needs, for the way back.
+    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; ``zero_snr`` is what
+    says that the network was trained down to zero signal. ``preset`` is a published convention that the user
+    or the file states, and ``presets`` are those that fit its tensors, in words. ``kept`` are tensors that no
+    network needs, for the way back.
     """
 
     scheduler: Mapping[str, Any] | None = None
@@ -170,7 +202,9 @@ class Declared:
     is_layout_rule: bool = False
     prediction_type: str | None = None
     prediction_origin: str = ""
-    is_zero_snr: bool = False
+    zero_snr: str | None = None
+    preset: Preset | None = None
+    presets: str = ""
     is_latent: bool = True
     latent_scale: float | None = None
     notes: tuple[str, ...] = ()
@@ -203,9 +237,11 @@ class Checkpoint:
     header: Header = field(default_factory=Header)
     licence: str | None = None
     vae: VaeRecord | UnreadVae | None = None
-    text: PipelineText = field(default_factory=PipelineText)
-    components: Mapping[str, Path] = field(default_factory=dict)
+    text: PipelineText | FileText = field(default_factory=PipelineText)
+    components: Mapping[str, Component] = field(default_factory=dict)
     """VAE, text encoder and tokenizer that its expert keeps, by name."""
+    names: SourceNames | None = None
+    """The names that its tensors have in a single file, for the way back."""
     variant: str | None = None
     """Of the components' weights files."""
     record: ExpertRecord | None = None
@@ -239,7 +275,8 @@ class Conventions:
     """Schedule and prediction type, the origin of each, and what was filled in.
 
     ``scheduler`` is the config that the schedule was read from, ``shift`` that of the sampling time grid
-    (`with_shift`).
+    (`with_shift`). The network gives the negative of its prediction if it is ``negated``. ``units`` are those
+    of its own data.
     """
 
     schedule: Schedule
@@ -250,6 +287,18 @@ class Conventions:
     notes: tuple[str, ...]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     shift: float = 1.0
+    negated: bool = False
+    units: Units = field(default_factory=Units)
+
+    @property
+    def path_units(self) -> Units:
+        """Units of the data that are noised, on the schedule's own scale."""
+        return self.units.times(self.schedule.data_scale)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """(t_min, t_max) on the common path: the noise levels that the schedule covers."""
+        return self.schedule.range_of(self.path_units.scale)
 
 
 class Stated(NamedTuple):
@@ -283,19 +332,21 @@ def resolve_conventions(
     except HddmError as error:
         raise HddmError(f"{origin}: {error}") from error
     _refuse_signal(source, schedule, origin)
+    preset = source.declared.preset
     stated = [
         Stated(prediction_type, "`prediction_type`"),
         Stated(source.declared.prediction_type, source.declared.prediction_origin),
         Stated(in_config, origin),
     ]
+    if preset is not None:
+        _refuse_other_schedule(source, preset, schedule, origin)
+        if origin != preset.place:
+            stated.append(Stated(preset.prediction_type.value, preset.place))
     by_user = prediction_type
     if by_user is None and schedule_file is not None:
         by_user = in_config
     for place, value in source.header.predictions.items():
-        if by_user is None:
-            stated.append(Stated(value, place))
-        elif value != by_user:
-            notes.append(f"{by_user} as you say, although {place} says {value}")
+        stated.append(Stated(value, place))
     if is_rule and by_user is None:
         stated.append(Stated(default_prediction_type(config), origin))
     found, place = _agreed(source, stated, by_user is not None)
@@ -303,14 +354,37 @@ def resolve_conventions(
         found, place = _default_of(source, config, origin, notes)
     elif place in source.header.predictions or (is_rule and place == origin):
         notes.append(f"{found} by {place}")
-    kind = PredictionType.parse(found)
+    if source.record is not None:
+        kind, negated, units = (
+            PredictionType.parse(found),
+            source.record.negated,
+            source.record.units,
+        )
+    else:
+        with errors_as(HddmError, origin):
+            kind, negated = read_prediction(schedule, found)
+        units = Units()
+    if negated:
+        notes.append(
+            f"EDM's own network gives the negative of v, and {kind} is what is read from it"
+        )
     is_flow = isinstance(schedule, LinearSchedule)
     if is_flow != kind.prediction.is_velocity and source.record is None:
         raise HddmError(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
     scale = _time_scale(schedule, config, source, origin)
-    return Conventions(schedule, kind, scale, origin, place, tuple(notes), config)
+    return Conventions(
+        schedule,
+        kind,
+        scale,
+        origin,
+        place,
+        tuple(notes),
+        config,
+        negated=negated,
+        units=units,
+    )
 
 
 def _scheduler_of(
@@ -322,10 +396,16 @@ def _scheduler_of(
         if declared.scheduler is not None and not declared.is_layout_rule:
             notes.append(f"{schedule_file} instead of {declared.scheduler_origin}")
         return read_json(schedule_file), str(schedule_file), False
+    if declared.scheduler is None and declared.preset is not None:
+        return declared.preset.scheduler, declared.preset.place, False
     if declared.scheduler is None:
-        text = "says nothing about the schedule that it was trained on; pass `schedule` with its"
-        key = ", which says rescale_betas_zero_snr" if declared.is_zero_snr else ""
-        raise Unstated(source.path, f"{text} scheduler_config.json{key}", "schedule")
+        text = "says nothing about the schedule that it was trained on; pass"
+        if declared.presets:
+            text += f" `preset` {declared.presets}, or"
+        key = ", which says rescale_betas_zero_snr" if declared.zero_snr else ""
+        raise Unstated(
+            source.path, f"{text} `schedule` with its scheduler_config.json{key}", "schedule"
+        )
     return declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
 
 
@@ -336,6 +416,8 @@ def _default_of(
     if "name" in config:
         kinds = "epsilon (Stable Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
         text = f"does not say what it predicts; pass `prediction_type` {kinds}"
+        if source.declared.presets:
+            text += f", or `preset` {source.declared.presets}"
         raise Unstated(source.path, text, "prediction_type")
     found, name = default_prediction_type(config), config.get("_class_name", "DDPMScheduler")
     notes.append(f"{origin}: no prediction_type, so {name}'s default {found}")
@@ -360,6 +442,8 @@ def _agreed(source: Checkpoint, stated: Sequence[Stated], by_user: bool) -> Stat
             remedy = "pass `prediction_type` with what is true"
             if by_user:
                 remedy = "drop the option, or pass `schedule` with a config that says what is true"
+            if other.place in source.header.predictions:
+                remedy = "correct the header, or what contradicts it"
             raise HddmError(f"{source.path}: {text}; {remedy}")
     if first.value not in list(PredictionType):
         text = f"{first.place} says {first.value!r}, which hddm does not know"
@@ -370,10 +454,27 @@ def _agreed(source: Checkpoint, stated: Sequence[Stated], by_user: bool) -> Stat
 def _refuse_signal(source: Checkpoint, schedule: Schedule, origin: str) -> None:
     """Refuse a schedule that keeps signal to its end for a network that was trained down to none."""
     has_none = isinstance(schedule, DiscreteSchedule) and schedule.betas[-1] == 1
-    if source.declared.is_zero_snr and not has_none:
-        text = "its ztsnr says that it was trained down to zero signal, which contradicts the schedule of"
+    place = source.declared.zero_snr
+    if place is not None and not has_none:
+        text = f"{place} says that it was trained down to zero signal, which contradicts the schedule of"
         remedy = "pass `schedule` with a config of DDPM's family that has rescale_betas_zero_snr"
         raise HddmError(f"{source.path}: {text} {origin}; {remedy}")
+
+
+def _refuse_other_schedule(
+    source: Checkpoint, preset: Preset, schedule: Schedule, origin: str
+) -> None:
+    """Refuse a schedule that is not the preset's, up to the rounding of betas."""
+    own = from_diffusers(preset.scheduler)
+    is_same = type(own) is type(schedule) and own.end == schedule.end
+    if is_same:
+        times = torch.linspace(0, own.end, 50, dtype=torch.float64)
+        # Near zero signal, rounding moves the ratio far.
+        is_same = torch.allclose(own.alpha(times), schedule.alpha(times), rtol=1e-3, atol=1e-3)
+    if not is_same:
+        raise HddmError(
+            f"{source.path}: the schedule of {origin} contradicts {preset.place}; drop one of them"
+        )
 
 
 def _time_scale(
@@ -381,7 +482,7 @@ def _time_scale(
 ) -> float:
     if source.record is not None:
         return source.record.time_scale
-    if isinstance(schedule, DiscreteSchedule):
+    if not isinstance(schedule, LinearSchedule):
         return 1.0
     return flow_steps(config, origin) / source.family.time_factor
 
@@ -432,6 +533,26 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
             f"{1 / LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}: {remedy}"
         )
     return replace(conventions, shift=float(shift), notes=(*conventions.notes, *notes))
+
+
+def with_data_range(
+    conventions: Conventions, source: Checkpoint, data_range: tuple[float, float] | None
+) -> Conventions:
+    """Add the units of the pixels that the user states; without, they are common, or an expert's own.
+
+    Raises `UsageError` for latents, whose scale is their VAE's, and for an expert folder.
+    """
+    if data_range is None:
+        return conventions
+    if source.record is not None:
+        raise UsageError(
+            f"{source.path}: an expert folder states the range of its own data; drop `data_range`"
+        )
+    if source.declared.is_latent:
+        raise UsageError(
+            f"`data_range`: is of pixels, and {source.path} is of latents, whose scale is its VAE's; drop it"
+        )
+    return replace(conventions, units=Units.of_range(*data_range))
 
 
 def _dynamic(config: Mapping[str, Any], num_patches: int) -> float:

@@ -12,14 +12,17 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert_checkpoint
-from hddm.checkpoints.ldm import LDM
+from hddm.checkpoints.ldm import LDM, to_root
+from hddm.checkpoints.ldm_parts import VAE
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
-from hddm.checkpoints.sources import Checkpoint, as_planned
+from hddm.checkpoints.source_names import NamePair
+from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.components import MODEL_INDEX
+from hddm.networks.components import MODEL_INDEX, read_weights
+from hddm.networks.components import STEM as VAE_STEM
 from hddm.networks.families import Family
 from hddm.networks.families.family import Pipeline
 from hddm.networks.families.installed import may_be_added
@@ -31,8 +34,17 @@ from hddm.networks.prompts import (
     texts_record_of,
     zeros_in,
 )
+from hddm.networks.text_encoder import STEM as TEXT_STEM
+from hddm.predictions import PredictionType
 from hddm.prompt_router import TOPIC
-from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
+from hddm.schedules import (
+    EDM_FAMILY,
+    FLOW_MATCH_FAMILY,
+    EDMSchedule,
+    LinearSchedule,
+    from_config,
+    from_diffusers,
+)
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, choose, errors_as
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
@@ -75,12 +87,12 @@ def write_back(
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
-    lines = _notes(folder, layout)
+    lines = _notes(folder, record, layout)
     if dry_run:
         return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
         if pipeline is None:
-            _write_file(source, record, layout, draft / CHECKPOINT_FILE)
+            lines += _write_file(source, record, layout, draft / CHECKPOINT_FILE)
         else:
             lines += _write_pipeline(source, record, family, pipeline, draft)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
@@ -91,19 +103,15 @@ def write_back(
     ]
 
 
-def _notes(folder: Path, layout: str) -> list[str]:
-    """Lines on what the expert has, or a file of this layout usually has, and is not written."""
-    kept, lines = components_of(folder), list[str]()
-    if layout in FILE_LAYOUTS and kept:
-        text = f"the file holds the network alone, without the expert's {', '.join(kept)}"
-        lines.append(f"note: {text}; a layout of diffusers (`to_layout`) takes them too")
-    elif layout == LDM.name:
-        lines.append(
-            "note: the file holds the network alone, without a whole file's VAE and text encoder"
-        )
+def _notes(folder: Path, record: ExpertRecord, layout: str) -> list[str]:
+    """Lines on what the expert has and a file of this layout has no place for."""
+    lines = []
     own = [name for name in _OWN if (folder / name).is_file()]
     if own:
         lines.append(f"note: layout {layout} has no place for {', '.join(own)} of the expert")
+    if not record.units.is_common:
+        units = f"{record.data_scale:g} times its samples, plus {record.data_shift or 0}"
+        lines.append(f"note: layout {layout} does not say that the expert's own data are {units}")
     return lines
 
 
@@ -137,8 +145,10 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
     is_rule = scheduler is not None and record.prediction_type == scheduler["prediction_type"]
     if is_rule and scheduler is not None:
         rule = from_diffusers(scheduler)
-        times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
-        is_rule = own.end == rule.end and torch.equal(own.log_snr(times), rule.log_snr(times))
+        times = torch.linspace(rule.start, rule.end, 5, dtype=torch.float64)
+        is_rule = (own.start, own.end) == (rule.start, rule.end) and torch.equal(
+            own.log_snr(times), rule.log_snr(times)
+        )
     if scheduler is None or not is_rule:
         meaning = "its own schedule" if scheduler is None else "noise prediction with linear betas"
         raise HddmError(
@@ -147,12 +157,49 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
         )
 
 
-def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
+def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> list[str]:
+    """Write the file with all that the expert has of the one that it comes from; lines on what it lacks."""
     table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"`to_layout` {layout}")
     prefix = record.source.first.prefix if record.source else ""
     planned = table.to_foreign(source.weights, source.declared.kept, str(source.path))
     planned = [replace(one, name=prefix + one.name) for one in planned]
-    write_safetensors(path, planned, {"format": "pt"}, check_finite=True)
+    names, written = source.names, list[str]()
+    metadata: Mapping[str, str] = {"format": "pt"}
+    if layout == LDM.name and names is not None:
+        planned = [replace(one, name=to_root(one.name, names.root)) for one in planned]
+        metadata = names.metadata
+        for part, pairs in names.parts.items():
+            place = _folder_of(source.path, part)
+            if place is None:
+                continue
+            _, weights = read_weights(place, VAE_STEM if part == VAE else TEXT_STEM)
+            table = KeyTable([_pair(one) for one in pairs])
+            planned += table.to_foreign(weights, {}, str(place))
+            written.append(part)
+    # Buffers of a file, such as the logarithm of no signal, may be infinite.
+    write_safetensors(path, planned, metadata, check_finite=not source.declared.kept)
+    lost = [name for name in components_of(source.path) if name not in (*written, "tokenizer")]
+    if lost:
+        text = f"the file has no place for the expert's {', '.join(lost)}"
+        return [f"note: {text}; a layout of diffusers (`to_layout`) takes them too"]
+    if layout == LDM.name and not written:
+        return [
+            "note: the file holds the network alone, without a whole file's VAE and text encoder"
+        ]
+    return []
+
+
+def _pair(one: NamePair) -> Pair:
+    return Pair((one.foreign,), one.ours, one.is_transposed, one.ones)
+
+
+def _folder_of(expert: Path, part: str) -> Path | None:
+    """The folder of the component that a file holds as ``part``; None where the expert has it no more."""
+    kind = VAE if part == VAE else "text_encoder"
+    folder = components_of(expert).get(kind)
+    if folder is None or part == VAE or several_in(folder) is None:
+        return folder
+    return folder / part
 
 
 def _write_pipeline(
@@ -199,13 +246,21 @@ def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | 
     found, schedule = record.source.first.scheduler if record.source else None, record.schedule
     kind = {"prediction_type": record.prediction_type.value}
     if found is not None and from_diffusers(found).config == schedule:
-        return found if found.get("_class_name") in FLOW_MATCH_FAMILY else {**found, **kind}
+        own_words = FLOW_MATCH_FAMILY + EDM_FAMILY
+        return found if found.get("_class_name") in own_words else {**found, **kind}
     if "_class_name" in schedule:
         return {**schedule, **kind}
     if schedule.get("name") == "discrete":
         name = {"_class_name": "DDIMScheduler", "num_train_timesteps": len(schedule["betas"])}
         return {**name, "trained_betas": schedule["betas"], **kind, "clip_sample": False}
-    if isinstance(from_config(schedule), LinearSchedule):
+    path = from_config(schedule)
+    if isinstance(path, EDMSchedule):
+        if record.prediction_type != PredictionType.V_PREDICTION:
+            return None
+        values = {key: value for key, value in path.config.items() if key != "name"}
+        word = "epsilon" if record.negated else "v_prediction"
+        return {"_class_name": EDM_FAMILY[0], **values, "prediction_type": word}
+    if isinstance(path, LinearSchedule):
         return {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "num_train_timesteps": round(record.time_scale * time_factor),

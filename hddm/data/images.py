@@ -310,6 +310,13 @@ def save_png(
     Image.fromarray(array).save(file, "png", pnginfo=info)
 
 
+def have_equal_pixels(one: Path, other: Path) -> bool:
+    """True for two PNG files of one mode, one size and equal pixels, whatever else they say."""
+    with Image.open(one) as first, Image.open(other) as second:
+        same = (first.mode, first.size) == (second.mode, second.size)
+        return same and first.tobytes() == second.tobytes()
+
+
 TRAINING, HELD_OUT = "train", "held_out"
 _HELD_OUT_SHARE = 5
 

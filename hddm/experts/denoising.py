@@ -29,10 +29,12 @@ from hddm.predictions import PredictionType
 from hddm.schedules import (
     CosineSchedule,
     DiscreteSchedule,
+    EDMSchedule,
     LinearSchedule,
     Schedule,
     from_diffusers,
 )
+from hddm.units import Units
 from hddm.utils.streams import Use, generator
 from hddm.velocity import TIME_SCALE, VelocityField
 
@@ -163,6 +165,8 @@ def usual_schedules() -> list[Schedule]:
     return [LinearSchedule(), CosineSchedule(), *map(from_diffusers, ddpm)]
 
 
+USUAL_RANGES = ((-1.0, 1.0), (0.0, 1.0), (-0.5, 0.5))
+"""Pixels of black and white that networks are trained on."""
 READ_IMAGES = 64
 CLEARLY = 0.95
 """Another reading is clearly right if its error is below this part of the recorded reading's error."""
@@ -182,6 +186,48 @@ class _Cached(nn.Module):
                 return known
         self.answers.append((y, timestep, self.network(y, timestep, **conditions)))
         return self.answers[-1][2]
+
+
+class _Negative(nn.Module):
+    """The negative of what a network gives."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, y: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        negative: Tensor = -self.network(y, timestep, **conditions)
+        return negative
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A way to read weights, besides what they predict."""
+
+    schedule: Schedule
+    time_scale: float
+    units: Units
+    is_turned: bool = False
+    """The sign of the output is not the recorded one."""
+
+
+def _readings(field: VelocityField, are_pixels: bool) -> list[_Reading]:
+    """The readings that are tried of the weights of ``field``, beside every prediction type."""
+    own, path, found = field.units, field.schedule, list[_Reading]()
+    for factor in (1.0, 0.5, 2.0):
+        found.append(_Reading(path, field.time_scale * factor, own))
+    for one in (path, *usual_schedules()):
+        found.append(_Reading(one, 1.0, own))
+        if not isinstance(one, DiscreteSchedule):
+            found.append(_Reading(one, TIME_SCALE, own))
+    for low, high in USUAL_RANGES if are_pixels else ():
+        units = Units.of_range(low, high)
+        if (units.scale, units.shifts) != (own.scale, own.shifts):
+            found.append(_Reading(path, field.time_scale, units))
+    if isinstance(path, EDMSchedule):
+        # Its schedulers' word for the sign is easily mistaken.
+        found.append(_Reading(path, field.time_scale, own, is_turned=True))
+    return found
 
 
 def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
@@ -205,8 +251,9 @@ class Judgement:
 def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     """Try several readings of the weights of ``field`` on images of ``shard``.
 
-    Readings differ in prediction type, schedule and time scale: the four types, the recorded schedule and
-    `usual_schedules`, half and double the recorded scale. All see the same images and noise, at levels that
+    Readings differ in prediction type, and in schedule, time scale, range of pixels or, for EDM, sign: the
+    four types, the recorded schedule and `usual_schedules`, half and double the recorded scale, and the
+    `USUAL_RANGES`. All see the same images and noise, at levels that
     both schedules cover. The other one must be better than a Gaussian, as surely as `SURE` deviations are,
     and its error, which a trained network has least where it is read as trained, below `CLEARLY` of the
     recorded one's, as surely as four deviations are, by Student's distribution over images. Of several as
@@ -218,11 +265,7 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     given = conditions_of_rows(rows, conditions_of(shard, field), shard, field)
     images = shard.take(rows)
     times = [low + (high - low) * share for share in TIMES[::2]]
-    scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
-    for one in (field.schedule, *usual_schedules()):
-        scales.append((one, 1.0))
-        if not isinstance(one, DiscreteSchedule):
-            scales.append((one, TIME_SCALE))
+    readings = _readings(field, shard.space == "pixels")
     fits: list[tuple[float, list[tuple[str, str]], list[Tensor]]] = []
     network = _Cached(field.network)
 
@@ -232,11 +275,19 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
     recorded, nulls = errors_of(field), field.null_conditions
     gain, deviation = _mean_and_deviation(recorded[:, 1] - _capped(recorded))
     is_shown = bool(gain > stdtrit(len(rows) - 1, ndtr(SURE)) * deviation)
-    for (schedule, scale), kind in itertools.product(scales, PredictionType):
-        if kind.prediction.is_velocity and isinstance(schedule, DiscreteSchedule):
+    for reading, kind in itertools.product(readings, PredictionType):
+        if kind.prediction.is_velocity and isinstance(reading.schedule, DiscreteSchedule):
             continue
         other = VelocityField(
-            network, schedule, kind, scale, field.calibration, field.conditions, nulls
+            _Negative(network) if reading.is_turned else network,
+            reading.schedule,
+            kind,
+            reading.time_scale,
+            field.calibration,
+            field.conditions,
+            nulls,
+            data_scale=reading.units.scale,
+            data_shift=reading.units.shift,
         )
         low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
         covered = torch.tensor([low <= time <= high for time in times])
@@ -249,7 +300,7 @@ def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
             gain, deviation = _mean_and_deviation(worse - theirs)
             is_clear = is_clear and bool(gain > stdtrit(len(rows) - 1, ndtr(sure)) * deviation)
         if is_clear:
-            words = zip(_description(other), _description(field), strict=True)
+            words = zip(_description(other, reading.is_turned), _description(field), strict=True)
             differences = [one for one in words if one[0] != one[1]]
             fits.append((math.prod(parts_of), differences, shown))
     if not fits:
@@ -273,8 +324,16 @@ def _capped(errors: Tensor) -> Tensor:
     return errors[:, 0] * (means[:, 1] / means[:, 0]).clamp(max=1)
 
 
-def _description(reading: VelocityField) -> tuple[str, str, str]:
+def _description(reading: VelocityField, is_turned: bool = False) -> tuple[str, ...]:
     config = reading.schedule.config
     betas = "{beta_schedule} betas ({beta_start}…{beta_end}, {num_train_timesteps} steps)"
     path = betas.format(**config) if "beta_schedule" in config else f"the {config['name']} path"
-    return reading.prediction_type.value, path, f"time_scale {reading.time_scale:g}"
+    ends = reading.units.own(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
+    low, high = ends.amin().item(), ends.amax().item()
+    return (
+        reading.prediction_type.value,
+        path,
+        f"time_scale {reading.time_scale:g}",
+        f"data from {low:g} to {high:g}",
+        "the other sign" if is_turned else "the sign that it has",
+    )

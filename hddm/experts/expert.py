@@ -219,6 +219,8 @@ def as_field(
             inner_guidance=record.training.get("guidance_scale", 1.0)
             if record.sampling_steps
             else 1.0,
+            data_scale=record.units.scale,
+            data_shift=record.units.shift,
         )
     except HddmError as error:
         raise HddmError(f"{expert.name}: {error}") from error
@@ -253,8 +255,8 @@ def stored(
 
 def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
     """``network`` in a `NetworkWrapper`; unchanged where its call already fits."""
-    is_common = family_of(network) is EXPERT and not record.variance_head
-    return network if is_common else NetworkWrapper(network)
+    is_common = family_of(network) is EXPERT and not record.variance_head and not record.negated
+    return network if is_common else NetworkWrapper(network, record.negated)
 
 
 def without_adapter(record: ExpertRecord) -> ExpertRecord:

@@ -44,6 +44,7 @@ from hddm.settings import DtypeName
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
+from hddm.utils.hub import local
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
@@ -66,7 +67,7 @@ def load(
     An ensemble's experts are read when first needed; their records are checked here.
 
     Args:
-        path: folder to load.
+        path: folder to load, or its name on a hub (`hddm.utils.hub`).
         dtype: that networks run in, or its name; other weights are cast.
         device: that networks run on.
         experts: indices of the ensemble's experts to take, in this order; by default all.
@@ -78,7 +79,7 @@ def load(
     Raises:
         HddmError: for anything else, or contradictory parts.
     """
-    folder = Path(path)
+    folder = local(path)
     restore(folder)
     device = available_device(device)
     if isinstance(dtype, str) and dtype not in get_args(DtypeName):

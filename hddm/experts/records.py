@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.transformers import RouterTransformer
 from hddm.predictions import PredictionType
 from hddm.prompt_router import TOPIC
+from hddm.units import Units
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import write_json
 from hddm.utils.records import (
@@ -33,6 +34,7 @@ from hddm.utils.records import (
     NoiseRange,
     PositiveNumber,
     Record,
+    SparseRecord,
     damage,
     read_record,
     refuse_damaged,
@@ -43,14 +45,19 @@ from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 FORMAT = "1.6"
+OWN_UNITS_FORMAT = "2.0"
+"""Of experts that earlier releases would read without an error, and wrongly: they have data of their own."""
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
+SOURCE_NAMES = "source_names.json"
+"""Names of tensors in the single file that an expert comes from, kept for write-back."""
 WEAK_FILE = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.guidance.Guidance`)."""
 FILES = (
     NULL_FILE,
     EXTRAS_FILE,
+    SOURCE_NAMES,
     CALIBRATION,
     TOPIC,
     WEIGHTS,
@@ -105,10 +112,11 @@ def _without_interval(conditions: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in conditions if name != "interval")
 
 
-class ExpertRecord(Record):
+class ExpertRecord(SparseRecord):
     """``expert.json``: conventions that define what the weights beside it mean."""
 
     oldest = "1.5"
+    sparse = ("data_scale", "data_shift", "negated")
     remedy = "convert or train the expert anew"
 
     format: str = FORMAT
@@ -118,6 +126,12 @@ class ExpertRecord(Record):
     schedule_source: str
     time_scale: AboveZero
     sample_shape: tuple[int, int, int]
+    data_scale: float = 1.0
+    """Its own data are this times its samples, plus ``data_shift`` (`hddm.units`)."""
+    data_shift: tuple[float, ...] = ()
+    """None for 0, one number, or one for each channel."""
+    negated: bool = False
+    """The network gives the negative of what it predicts, as EDM's own do for v."""
     space: Literal["pixels", "latents"] = "pixels"
     latent_scale: AboveZero | None = 1.0
     """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
@@ -156,6 +170,24 @@ class ExpertRecord(Record):
         """Raise an `HddmError` that says ``why`` ``name``, if it is a student of few steps, is refused."""
         if self.sampling_steps is not None:
             raise HddmError(f"{name}: is a student of few steps; {why}")
+
+    @model_validator(mode="after")
+    def _has_sound_units(self) -> "ExpertRecord":
+        self.units.check_channels(self.sample_shape)
+        return self
+
+    @property
+    def units(self) -> Units:
+        """Units of its own data, beside those of its schedule."""
+        return Units.of_channels(self.data_scale, self.data_shift)
+
+    @property
+    def needed_format(self) -> str:
+        """The format of its folder: a new major version only where earlier releases would read it wrongly."""
+        is_edm = self.schedule.get("name") == "edm"
+        has_own = is_edm or self.negated or not self.units.is_common
+        has_statistics = self.vae is not None and bool(self.vae.mean)
+        return OWN_UNITS_FORMAT if has_own or has_statistics else FORMAT
 
     @property
     def takes_text(self) -> bool:
@@ -206,7 +238,8 @@ def write_records(folder: Path, record: ExpertRecord, nulls: Mapping[str, Tensor
     """Write the record beside the network in ``folder``, and a manifest of all files."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    write_json(folder / EXPERT_FILE, record.model_dump(mode="json") | {"format": FORMAT})
+    content = record.model_dump(mode="json") | {"format": record.needed_format}
+    write_json(folder / EXPERT_FILE, content)
     write_manifest(folder, read=(EXPERT_FILE, *FILES))
 
 
@@ -251,7 +284,7 @@ def read_expert_record(folder: Path) -> ExpertRecord:
     """The record of an expert folder; raises as `read_record`, and `not_a_model`."""
     if not (folder / EXPERT_FILE).exists():
         raise not_a_model(folder, f"no expert folder ({EXPERT_FILE})")
-    return read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    return read_record(folder / EXPERT_FILE, ExpertRecord, OWN_UNITS_FORMAT)
 
 
 def remedy(folder: Path) -> str:

@@ -24,7 +24,13 @@ from hddm.experts.expert import experts_in
 from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of
-from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
+from hddm.experts.records import (
+    EXPERT_FILE,
+    FORMAT,
+    ROUTER_FILE,
+    RouterRecord,
+    read_expert_record,
+)
 from hddm.networks.families.family import Interface
 from hddm.networks.folders import WEIGHTS
 from hddm.prompt_router import Topic
@@ -120,9 +126,10 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         stated = {
             "prediction_type": predicted,
             "schedule": conventions.schedule.config,
+            **({"negated": True} if conventions.negated else {}),
             "schedule_source": conventions.schedule_source,
             "prediction_source": conventions.prediction_source,
-            "schedule_range": list(conventions.schedule.range),
+            "schedule_range": list(conventions.range),
         }
         if _has_shift(conventions, shape is not None):
             stated["shift"] = conventions.shift
@@ -141,7 +148,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "licence": source.licence,
         "unstated": unstated,
         "notes": notes,
-        "components": list(source.components),
+        "components": [*source.components, *source.text.held],
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
         "dtypes": sorted(dtypes),
@@ -209,8 +216,8 @@ def _named(schedule: Schedule) -> str:
 
 
 def _expert(folder: Path) -> dict[str, Any]:
-    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    topic = Topic.load(folder)
+    record = read_expert_record(folder)
+    topic, path = Topic.load(folder), from_config(record.schedule)
     trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[record.objective]
     began = ", as the checkpoint it began with" if "init" in record.training else ""
     written = record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})
@@ -228,7 +235,7 @@ def _expert(folder: Path) -> dict[str, Any]:
         "calibrated": (folder / CALIBRATION).exists(),
         "manifest": _manifest(folder),
         **written,
-        "schedule_range": list(from_config(record.schedule).range),
+        "schedule_range": list(path.range_of(record.units.scale * path.data_scale)),
         "calibrated_on": calibration_record(folder),
         "topic": None if described_by is None else described_by.model_dump(mode="json"),
     }

@@ -9,21 +9,47 @@ Nothing here knows what kind of network a component is.
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, an, shown
-from hddm.utils.files import file_kind, inside, read_json
+from hddm.utils.files import file_kind, inside, read_json, write_json
 from hddm.utils.pickles import read_pickle
-from hddm.utils.tensors import read_safetensors
+from hddm.utils.tensors import Planned, read_safetensors, write_safetensors
 
 MODEL_INDEX = "model_index.json"
 STEM = "diffusion_pytorch_model"
 """Name of weights files of diffusers, without variant and ending."""
 _TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A component that is part of a larger file, as its folder would hold it: config and tensors.
+
+    ``stem`` is the name of its weights file there. Tensors are mapped from ``path``.
+    """
+
+    config: Mapping[str, Any]
+    weights: dict[str, Tensor]
+    path: Path
+    stem: str = STEM
+
+    def write(self, folder: Path) -> None:
+        """Write it into the new ``folder``."""
+        folder.mkdir(parents=True)
+        write_json(folder / "config.json", self.config)
+        planned = []
+        for name, one in self.weights.items():
+            planned.append(
+                Planned(name, tuple(one.shape), one.dtype, one.contiguous, str(self.path))
+            )
+        write_safetensors(folder / f"{self.stem}.safetensors", planned, {"format": "pt"}, True)
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:

@@ -38,6 +38,8 @@ VAES: Mapping[str, VaeClass] = {one.name: one for one in (_KL, _TINY, _VQ)}
 """Known classes by name."""
 READ_VAES = tuple(one.name for one in VAES.values() if one.is_read)
 """Classes of VAEs that hddm reads."""
+KL = _KL.name
+"""The class of the VAEs of Stable Diffusion."""
 STABLE_DIFFUSION_SCALE = _KL.default_scale
 """Scale of the latents of Stable Diffusion 1 and 2, on which DiT and PixArt-α were trained too."""
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hddm.networks.encoders import replaced_by
 from hddm.utils.errors import an
-from hddm.utils.records import AboveZero, Record
+from hddm.utils.records import AboveZero, Record, SparseRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,17 +17,22 @@ _LARGEST = 65536
 """Number of elements of the largest tensor in a fingerprint; a network's norms and biases are smaller."""
 
 
-class VaeRecord(Record):
+class VaeRecord(SparseRecord):
     """The latent space of an expert.
 
-    Samples are (z - ``shift``) × ``scale``, with z from the encoder of ``kind``. ``fingerprint`` covers only
-    the encoder's weights, since VAEs that differ in the decoder alone share a latent space.
+    Samples are (z - ``shift``) × ``scale``, with z from the encoder of ``kind``; where ``mean`` and
+    ``deviation`` are stated for each channel, (z - ``mean``) × ``scale`` / ``deviation``. ``fingerprint``
+    covers only the encoder's weights, since VAEs that differ in the decoder alone share a latent space.
     """
+
+    sparse = ("mean", "deviation")
 
     kind: str
     fingerprint: str
     scale: AboveZero
     shift: float = Field(default=0.0, allow_inf_nan=False)
+    mean: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
+    deviation: tuple[AboveZero, ...] = ()
 
 
 class UnreadVae(Record):

@@ -212,14 +212,21 @@ def texts_record_of(
         assert tokenizer is not None
         return text_encoder_record_of(folder, read_tokenizer(tokenizer).model_max_length, variant)
     refuse_other_parts(folder, pipeline)
-    family, records = prompts_of(pipeline), []
+    records = []
     for name, kind in encoder_classes(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
             records.append(text_encoder_record_of(folder / name, limit, variant, kind))
-    clip, last = records[0], records[-1]
-    of_empty = str(zeros_in(folder)) if family.has_zeros_key else ""
+    return joint_record(pipeline, records, zeros_in(folder))
+
+
+def joint_record(
+    pipeline: str, records: Sequence[TextEncoderRecord], empty_is_zero: bool
+) -> TextEncoderRecord:
+    """Identity of the text encoders of a ``pipeline`` with several, of their ``records`` in order."""
+    family, clip, last = prompts_of(pipeline), records[0], records[-1]
+    of_empty = str(empty_is_zero) if family.has_zeros_key else ""
     joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
     return TextEncoderRecord(
         kind=pipeline,
@@ -265,6 +272,14 @@ class PipelineText:
         except HddmError as error:
             return error.message
         return ""
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """None: those in a folder are among the components."""
+        return ()
+
+    def require(self) -> None:
+        """Do nothing: in a folder, nothing is missing that an option could state."""
 
     @functools.cached_property
     def record(self) -> TextEncoderRecord | None:

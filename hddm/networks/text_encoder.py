@@ -15,7 +15,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.components import class_in, read_config, read_weights
+from hddm.networks.components import Held, class_in, read_config, read_weights
 from hddm.networks.encoders import (
     ADAPTED,
     CLIP,
@@ -138,19 +138,19 @@ def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, 
 
 
 def read_text_encoder(
-    folder: Path,
+    place: Path | Held,
     dtype: torch.dtype = torch.float32,
     variant: str | None = None,
     kind: str | None = None,
 ) -> Any:
-    """Read the CLIP or T5 text encoder in ``folder``, in evaluation mode.
+    """Read the CLIP or T5 text encoder in a folder or file, in evaluation mode.
 
     Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
     projection, which is used with the ``kind`` `CLIP_PROJECTED`; by default the kind is the config's, without
     projection. The file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
     or leaves the folder, another class, and tensors that are missing, left over, misshapen or not finite.
     """
-    empty, weights, path = _open(folder, variant, kind)
+    empty, weights, path = _open(place, variant, kind)
     refuse_non_finite(path, weights)
     with quiet():
         # No folder is passed, so transformers reads only the checked sizes and tensors.
@@ -165,15 +165,16 @@ def read_text_encoder(
 
 
 def text_encoder_record_of(
-    folder: Path, tokens: object, variant: str | None = None, kind: str | None = None
+    place: Path | Held, tokens: object, variant: str | None = None, kind: str | None = None
 ) -> TextEncoderRecord:
-    """Identity of the text encoder in ``folder``, read as ``kind``; raises as `read_text_encoder`.
+    """Identity of the text encoder in ``place``, read as ``kind``; raises as `read_text_encoder`.
 
     ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
     """
-    model, weights, _ = _open(folder, variant, kind)
+    model, weights, _ = _open(place, variant, kind)
     mark = fingerprint(weights)
-    adapted = read_config(folder).get(ADAPTED)
+    config = place.config if isinstance(place, Held) else read_config(place)
+    adapted = config.get(ADAPTED)
     if adapted is not None:
         # A fingerprint covers no large tensor, and these alone were changed.
         mark = hashlib.sha256(f"{mark} {adapted}".encode()).hexdigest()[:16]
@@ -329,16 +330,22 @@ def class_stated(config: Mapping[str, Any]) -> str:
 
 
 def _open(
-    folder: Path, variant: str | None, wanted: str | None = None
+    place: Path | Held, variant: str | None, wanted: str | None = None
 ) -> tuple[Any, dict[str, Tensor], Path]:
-    """The empty encoder in ``folder``, its tensors without the prefix, and the weights file."""
+    """The empty encoder in ``place``, its tensors without the prefix, and the weights file."""
     # Imported here: it takes seconds, and few sources need it.
     import transformers
 
-    origin, config = folder / "config.json", text_encoder_config(folder)
+    if isinstance(place, Held):
+        origin, config = place.path, dict(place.config)
+    else:
+        origin, config = place / "config.json", text_encoder_config(place)
     if (kind := text_encoder_class(config)) is None:
         raise HddmError(f"{origin}: {class_stated(config)}, not {an(CLIP)} or {an(T5)}")
-    path, stored = read_weights(folder, STEM, variant)
+    if isinstance(place, Held):
+        path, stored = place.path, place.weights
+    else:
+        path, stored = read_weights(place, STEM, variant)
     unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     weights = {key: value for key, value in weights.items() if key not in unused}

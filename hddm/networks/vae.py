@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hddm.networks.components import STEM, read_config, read_weights
+from hddm.networks.components import STEM, Held, read_config, read_weights
 from hddm.networks.encoders import READ_VAES, VAES
 from hddm.networks.folders import (
     empty_network,
@@ -43,12 +43,12 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "Vae":
     return network
 
 
-def vae_record_of(folder: Path, variant: str | None = None) -> VaeRecord:
-    """Identity of the latent space of the VAE in ``folder``, preferably from its file of ``variant``.
+def vae_record_of(place: Path | Held, variant: str | None = None) -> VaeRecord:
+    """Identity of the latent space of the VAE in a folder, preferably from its file of ``variant``.
 
     Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
     """
-    network, weights, _, _ = _open(folder, variant)
+    network, weights, _, _ = _open(place, variant)
     scale, shift = scale_and_shift(network.config)
     found = fingerprint(_encoder_of(weights))
     return VaeRecord(kind=type(network).__name__, fingerprint=found, scale=scale, shift=shift)
@@ -155,17 +155,22 @@ def decode(vae: "Vae", latents: Tensor) -> Tensor:
 
 
 def _open(
-    folder: Path, variant: str | None = None
+    place: Path | Held, variant: str | None = None
 ) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
-    """The empty VAE in ``folder``, its tensors under current names, its arguments and the file."""
-    origin = str(folder / "config.json")
-    config = read_config(folder)
+    """The empty VAE in ``place``, its tensors under current names, its arguments and the file."""
+    if isinstance(place, Held):
+        origin, config = str(place.path), dict(place.config)
+    else:
+        origin, config = str(place / "config.json"), read_config(place)
     stated = config.get("_class_name")
     if isinstance(stated, str) and stated in VAES:
         for key in VAES[stated].derived:
             config.pop(key, None)
     kind, arguments = parse_config(config, VAE_CLASSES, origin)
-    path, stored = read_weights(folder, STEM, variant)
+    if isinstance(place, Held):
+        path, stored = place.path, place.weights
+    else:
+        path, stored = read_weights(place, STEM, variant)
     network = empty_network(kind, arguments, len(stored), origin)
     names = stored_names(network.state_dict(), stored)
     weights = {name: stored[old] for name, old in names.items() if old in stored}

@@ -38,10 +38,14 @@ def compile_blocks(network: nn.Module, **options: Any) -> None:
 
 
 class NetworkWrapper(nn.Module):
-    """A network of a known family that returns a tensor of its input's shape."""
+    """A network of a known family that returns a tensor of its input's shape.
 
-    def __init__(self, model: ModelMixin) -> None:
+    Its sign is turned where it gives the ``negated`` prediction.
+    """
+
+    def __init__(self, model: ModelMixin, negated: bool = False) -> None:
         super().__init__()
+        self._sign = -1 if negated else 1
         self.model, self._family = model, known_family(model)
         self._has_variance_head = self._family.has_variance_head(model.config)
 
@@ -60,7 +64,8 @@ class NetworkWrapper(nn.Module):
             # Sizes are embedded in float32, as times are.
             if name in given:
                 given[name] = given[name].to(x.dtype)
-        return self.full_output(x, timestep, given)[:, : x.shape[1]]
+        output = self.full_output(x, timestep, given)[:, : x.shape[1]]
+        return output if self._sign == 1 else -output
 
     def full_output(self, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The output with any variance half, for ``conditions`` as they are."""

@@ -6,7 +6,8 @@ scheduler expects:
 
     t = s/(a + s),  x = y/(a + s),  x_0 = x - t v,  eps = x + (1 - t) v
 
-and of these, what `hddm.predictions` says; for flow matching it is v.
+and of these, what `hddm.predictions` says; for flow matching it is v. On EDM's path, whose data are
+x_0/sigma_data, a/sigma_data takes the place of a in t and x.
 
 So everything that works around a network goes on working: guidance, image-to-image, inpainting, ControlNet,
 callbacks, and each of diffusers' schedulers, also one that is exchanged later.
@@ -42,6 +43,7 @@ from hddm.schedules import (
     declared_prediction_type,
     flow_steps,
     from_diffusers,
+    read_prediction,
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
@@ -80,10 +82,10 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
 
     Raises:
         HddmError: for a pipeline without such a network, or experts of other channels, another width of
-            text, several text encoders or several kinds. When called: for a scheduler outside the DDPM and
-            flow-match families or of a learned variance, a time outside the range of every expert, an input
-            that no expert takes, a class that an expert does not know, or what a ControlNet adds inside a
-            network of another class. For a method that changes layers, as those of PAG and FreeU.
+            text, several text encoders or several kinds. When called: for a scheduler outside the DDPM,
+            flow-match and EDM families or of a learned variance, a time outside the range of every expert,
+            an input that no expert takes, a class that an expert does not know, or what a ControlNet adds
+            inside a network of another class. For a method that changes layers, as those of PAG and FreeU.
     """
     return DropIn(model, pipe)
 
@@ -100,6 +102,17 @@ class _Call:
     timestep: Tensor
     conditions: dict[str, Tensor]
     residuals: dict[str, tuple[Tensor, ...] | Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A scheduler's config, its path, what it takes from a network, and its timesteps per native time."""
+
+    config: object
+    schedule: Schedule
+    prediction: Prediction
+    is_negated: bool
+    per_unit: float
 
 
 class DropIn(nn.Module):
@@ -162,7 +175,7 @@ class DropIn(nn.Module):
             vars(self)["_replaced"] = type(replaced).from_config(replaced.config)
         self._generation: Generation | None = None
         self._prompts = EncodedPrompts(pipe) if _is_described(ensemble) else None
-        self._path: tuple[object, Schedule, Prediction, float] | None = None
+        self._path: _Path | None = None
 
     @property
     def config(self) -> Any:
@@ -204,22 +217,25 @@ class DropIn(nn.Module):
     def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
         """Called as the replaced network is; the output has the state's shape and dtype."""
         call = self._read(*args, **kwargs)
-        schedule, prediction, per_unit = self._scheduler()
-        native = to_float64(call.timestep).cpu().expand(len(call.state)) / per_unit
+        path = self._scheduler()
+        schedule, prediction, scale = path.schedule, path.prediction, path.schedule.data_scale
+        native = to_float64(call.timestep).cpu().expand(len(call.state)) / path.per_unit
         alpha, sigma = schedule.alpha_sigma(native)
-        times = sigma / (alpha + sigma)
+        times = sigma / (alpha * scale + sigma)
         self._refuse_beyond(times)
 
         def wide(values: Tensor) -> Tensor:
             return append_dims(sent(values, call.state.device, y.dtype), y.ndim)
 
         y = call.state.to(torch.promote_types(call.state.dtype, torch.float32))
-        x = y / wide(alpha + sigma)
+        x = y / wide(alpha * scale + sigma)
         v = self._velocity(x, times, call)
         x_0, eps = x - wide(times) * v, x + wide(1 - times) * v
         at = Level(wide(alpha), wide(sigma), derivatives_at(schedule, native, wide))
         # Schedulers of diffusers have velocities of the common path alone.
-        output = v if prediction.is_velocity else prediction.output(x_0, eps, at)
+        output = v if prediction.is_velocity else prediction.output(scale * x_0, eps, at)
+        if path.is_negated:
+            output = -output
         output = self._family.as_output(output, self.config).to(call.state.dtype)
         if "return_dict" not in self._signature.parameters:
             return output
@@ -253,10 +269,10 @@ class DropIn(nn.Module):
             raise HddmError(f"{', '.join(odd)}: the experts have no such input; leave it out")
         return _Call(state, timestep, given, residuals)
 
-    def _scheduler(self) -> tuple[Schedule, Prediction, float]:
-        """Path, prediction and timesteps per native time of the scheduler that the pipeline has now."""
+    def _scheduler(self) -> _Path:
+        """The path of the scheduler that the pipeline has now."""
         scheduler, config = self.pipe.scheduler, self.pipe.scheduler.config
-        if self._path is None or self._path[0] is not config:
+        if self._path is None or self._path.config is not config:
             name, variance = type(scheduler).__name__, config.get("variance_type")
             if variance in ("learned", "learned_range"):
                 raise HddmError(
@@ -266,9 +282,9 @@ class DropIn(nn.Module):
             predicts = declared_prediction_type(scheduler) or PredictionType.EPSILON
             is_flow = isinstance(schedule, LinearSchedule)
             per_unit = flow_steps(config, name) / self._family.time_factor if is_flow else 1.0
-            prediction = PredictionType.parse(predicts).prediction
-            self._path = config, schedule, prediction, per_unit
-        return self._path[1:]
+            kind, is_negated = read_prediction(schedule, predicts)
+            self._path = _Path(config, schedule, kind.prediction, is_negated, per_unit)
+        return self._path
 
     def _refuse_beyond(self, times: Tensor) -> None:
         experts = self.model.experts

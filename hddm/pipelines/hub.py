@@ -29,6 +29,7 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.expert import experts_in
 from hddm.experts.records import ExpertRecord
+from hddm.pipelines.picture_texts import says_how_it_was_made
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import inside, restore
 from hddm.utils.pages import templates
@@ -128,6 +129,15 @@ def plan_upload(
     left_out = shown([name for name in others if name not in papers])
     if left_out:
         notes.append(f"left out, since no manifest lists them: {', '.join(left_out)}")
+    telling = []
+    for name, file in files.items():
+        if not isinstance(file, Path) or not name.lower().endswith(".png"):
+            continue
+        if says_how_it_was_made(file):
+            telling.append(name)
+    if telling:
+        text = "say how they were made, prompts included; hddm sample --no-metadata makes others"
+        notes.append(f"pictures {text}: {', '.join(shown(telling))}")
     if is_own:
         return Upload(repo_id, files, (f"{own} is yours, and is the card as it is", *notes))
     return Upload(repo_id, files | {CARD: text.encode()}, tuple(notes))

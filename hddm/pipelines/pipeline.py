@@ -45,6 +45,7 @@ from hddm.running import (
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, restore
+from hddm.utils.hub import local
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -161,7 +162,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         """Open the pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
 
         Args:
-            pretrained_model_name_or_path: the folder; nothing is downloaded.
+            pretrained_model_name_or_path: the folder, or its name on a hub (`hddm.utils.hub`).
             dtype: dtype that networks run in, float32 by default, or a dictionary by part, such as
                 ``{"default": torch.bfloat16, "vae": torch.float32}``.
             torch_dtype: old name of ``dtype``.
@@ -175,12 +176,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             HddmError: for a folder whose parts contradict each other.
         """
         dtypes = dtypes_of(torch_dtype if dtype is None else dtype)
-        folder = Path(pretrained_model_name_or_path)
+        folder = local(pretrained_model_name_or_path)
         restore(folder)
         if not folder.exists():
-            raise HddmError(
-                f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first"
-            )
+            raise HddmError(f"{folder}: no such folder")
         opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.record.shift)
         found = {"router": opened.router, "scheduler": scheduler}

@@ -4,6 +4,7 @@ Conditions (class labels, prompts, tensors in a file) are cycled over the images
 only; a sheet of all images may lie beside it (`write_sheet`).
 """
 
+import json
 import logging
 import math
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
 from hddm.networks.folders import sha256_once
 from hddm.pipelines.inputs import Begin
+from hddm.pipelines.picture_texts import KEY, PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.running import Batch, Plan, Seeded, run
@@ -89,7 +92,7 @@ def sample_to_folder(
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
     pipeline.check_output(settings.expert, not is_latent, of_one_kind)
-    run = _Run(pipeline, settings, how)
+    run = _Run(source, pipeline, settings, how)
     _say_unused(settings)
     settings = settings.model_copy(update=_what_runs(settings, how))
     record = _record(source, settings, pipeline, run.cycles.given)
@@ -116,7 +119,8 @@ def sample_to_folder(
         sheet.unlink(missing_ok=True)
     if not grid or (is_finished and sheet.exists()):
         return None
-    return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers])
+    paths = [out / IMAGE.format(i) for i in settings.numbers]
+    return write_sheet(out, paths, record if settings.metadata else None)
 
 
 def _opened(path: Path | None) -> Any:
@@ -161,8 +165,11 @@ def _say_unused(settings: SampleSettings) -> None:
 class _Run:
     """A run, batch by batch; `ready` counts the finished images."""
 
-    def __init__(self, pipeline: HDDMPipeline, settings: SampleSettings, how: Plan) -> None:
+    def __init__(
+        self, source: Path, pipeline: HDDMPipeline, settings: SampleSettings, how: Plan
+    ) -> None:
         self.pipeline, self.settings, self.how = pipeline, settings, how
+        self.texts = _texts(source, pipeline, settings, how) if settings.metadata else None
         self.cycles = read_cycles(pipeline, settings)
         self.use = ExpertUse(len(pipeline.ensemble.experts))
         self.expected = torch.zeros(len(pipeline.ensemble.experts), dtype=torch.float64)
@@ -249,11 +256,21 @@ class _Run:
             save_file({"latents": samples.cpu().contiguous()}, paths[0])
         else:
             images = to_bytes(self.pipeline.images_of(self.how, batch, samples).cpu())
+            makers = dict(zip(batch.numbers, self._makers(), strict=False))
             paths = [draft.whole / IMAGE.format(number) for number in batch.numbers]
-            for image, path in zip(images, paths, strict=True):
-                save_png(image, path)
+            for number, image, path in zip(batch.numbers, images, paths, strict=True):
+                save_png(image, path, self._texts_of(number, image, makers.get(number)))
         progress(len(batch.rows))
         return paths
+
+    def _texts_of(self, number: int, image: Tensor, maker: int | None) -> dict[str, str]:
+        """Texts in the file of an image (C, H, W); none without metadata."""
+        if self.texts is None:
+            return {}
+        name = None
+        if maker is not None and self.pipeline.ensemble.num_domains > 1:
+            name = self.pipeline.record.experts[maker].label
+        return self.texts.of(number, image.shape[1:], name)
 
     def _makers(self) -> list[int]:
         """The expert of each image of the last batch, of a pair by noise the first; empty for mixtures."""
@@ -285,6 +302,26 @@ class _Run:
             is_doubted = is_learned and settings.num_images >= ENOUGH
             for line in self.use.warnings(self.expected, ensemble.domains, is_doubted):
                 warnings.warn(line, stacklevel=3)
+
+
+def _texts(
+    source: Path, pipeline: HDDMPipeline, settings: SampleSettings, how: Plan
+) -> PictureTexts:
+    """What all pictures of a run have in common."""
+    strategy = settings.strategy or pipeline.record.strategy
+    is_one = settings.expert is not None or pipeline.ensemble.num_domains == 1
+    return PictureTexts(
+        model=source.absolute().name,
+        model_sha256=model_hash(source, sha256_once),
+        seed=settings.seed,
+        steps=how.grid_steps,
+        solver=how.solver_name,
+        strategy=None if is_one else strategy,
+        guidance=settings.guidance,
+        prompts=settings.prompts,
+        labels=settings.labels,
+        negative_prompt=settings.negative_prompt,
+    )
 
 
 def lines_of(makers: Mapping[int, int]) -> dict[str, str]:
@@ -328,8 +365,8 @@ def _record(
     }
 
 
-_FREE = {"format", "hddm", "offload", "max_memory", "expert_use"}
-"""Keys of the record that change no image."""
+_FREE = {"format", "hddm", "offload", "max_memory", "expert_use", "metadata"}
+"""Keys of the record that change no pixel."""
 _HASHED = {
     "source",
     "conditions",
@@ -411,8 +448,23 @@ def sheet_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.grid.png")
 
 
-def write_sheet(out: Path, images: Sequence[Path]) -> str:
-    """Write images of one size as one PNG, a square if there are few; return a line about it for the user."""
+_IN_SHEET = (
+    "prompts",
+    "negative_prompt",
+    "class_names",
+    "steps",
+    "solver",
+    "guidance_scale",
+    "seed",
+)
+"""What a sheet's file says of all its images."""
+
+
+def write_sheet(out: Path, images: Sequence[Path], record: Mapping[str, Any] | None = None) -> str:
+    """Write images of one size as one PNG, a square if there are few; return a line about it for the user.
+
+    The file says what they have in common, by the ``record`` of their folder; nothing without one.
+    """
     path = sheet_path(out)
     columns = min(math.ceil(math.sqrt(len(images))), COLUMNS)
     chosen = images[: columns * ROWS]
@@ -420,5 +472,10 @@ def write_sheet(out: Path, images: Sequence[Path]) -> str:
         longest = max(first.size)
     cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
     sheet = contact_sheet(chosen, Image.open, columns, cell)
-    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
+    texts = PngInfo()
+    if record is not None:
+        names = (*_IN_SHEET, "strategy", "source_sha256", "hddm")
+        content = {name: record[name] for name in names if record[name]}
+        texts.add_itxt(KEY, json.dumps(content, ensure_ascii=False))
+    write_whole(path, lambda draft: sheet.save(draft, "png", pnginfo=texts), overwrite=False)
     return f"{path}: {len(chosen)} of {len(images)}"

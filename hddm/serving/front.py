@@ -42,6 +42,8 @@ from torch import Tensor
 from hddm.data.images import save_png, to_bytes
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Interval
+from hddm.networks.folders import sha256_once
+from hddm.pipelines.picture_texts import PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run
 from hddm.sampling import batches, plan
@@ -49,7 +51,7 @@ from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, Vel
 from hddm.settings import Limits, SamplingMethod, ServeSettings, StrategyName
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
-from hddm.utils.records import WHOLE, Seed, parse_record
+from hddm.utils.records import WHOLE, Seed, model_hash, parse_record
 from hddm.utils.streams import NUMBERS
 
 LARGEST_BODY = 1 << 16
@@ -151,6 +153,7 @@ class Front:
         self.limits, self.token = settings, token
         self.experts, self.workers = list(workers), list(workers.values())
         self.name = Path(folder).name
+        self.hash = model_hash(Path(folder), sha256_once)
         # Reads no weights of experts, since their networks never run here.
         self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
@@ -290,7 +293,7 @@ class Front:
         try:
             async with asyncio.timeout(self.limits.timeout) as limit:
                 how, pieces = await self._in_thread(self._prepared, wanted, expert)
-                images = await self._make(how, pieces)
+                images = await self._make(how, pieces, self._texts(wanted, expert, how))
             taken = time.monotonic() - begun
             self.seconds.observe(taken)
             self.patience = math.ceil(taken)
@@ -307,11 +310,10 @@ class Front:
 
     def _prepared(self, wanted: ImageRequest, expert: int | None) -> tuple[Plan, list[Piece]]:
         """A request's plan and its pieces, with conditions encoded and experts chosen."""
-        pipeline, prompt = self.pipeline, wanted.prompt
-        labels = [prompt] if prompt in pipeline.ensemble.classes else None
-        texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
-        conditions = pipeline.encode(
-            texts, labels, wanted.negative_prompt, wanted.guidance.by_condition
+        text, label = self._asked(wanted)
+        labels = None if label is None else [label]
+        conditions = self.pipeline.encode(
+            text, labels, wanted.negative_prompt, wanted.guidance.by_condition
         )
         how = plan(self.ensemble, **wanted.arguments, expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.max_steps)
@@ -327,25 +329,66 @@ class Front:
                 pieces.append((batch.part(rows), k))
         return how, pieces
 
-    async def _make(self, how: Plan, pieces: Sequence[Piece]) -> list[Image]:
+    def _asked(self, wanted: ImageRequest) -> tuple[str | None, str | None]:
+        """The text and the class that a request's prompt stands for, of which one is None at least."""
+        prompt = wanted.prompt
+        if prompt in self.pipeline.ensemble.classes:
+            return None, prompt
+        return prompt if prompt or self.pipeline.takes_prompts else None, None
+
+    def _texts(self, wanted: ImageRequest, expert: int | None, how: Plan) -> PictureTexts:
+        """What all pictures of a request have in common."""
+        text, label = self._asked(wanted)
+        is_one = expert is not None or self.ensemble.num_domains == 1
+        return PictureTexts(
+            model=self.name,
+            model_sha256=self.hash,
+            seed=wanted.seed,
+            steps=how.grid_steps,
+            solver=how.solver_name,
+            strategy=None if is_one else wanted.strategy or self.pipeline.record.strategy,
+            guidance=wanted.guidance,
+            prompts=() if text is None else (text,),
+            labels=() if label is None else (label,),
+            negative_prompt=wanted.negative_prompt,
+        )
+
+    async def _make(self, how: Plan, pieces: Sequence[Piece], texts: PictureTexts) -> list[Image]:
         use = ExpertUse(len(self.workers))
+        makers: dict[int, str] = {}
 
         async def made(batch: Batch, k: int | None) -> tuple[Batch, Tensor]:
+            own = ExpertUse(len(self.workers))
             if batch.expert is not None:
-                use.add(1.0, torch.nn.functional.one_hot(batch.expert, len(self.experts)))
-            return batch, await self._samples(how, batch, k, use)
+                own.add(1.0, torch.nn.functional.one_hot(batch.expert, len(self.experts)))
+                own.kept = batch.expert
+            samples = await self._samples(how, batch, k, own)
+            use.tally += own.tally
+            if own.kept is not None and self.ensemble.num_domains > 1:
+                for row, kept in zip(batch.rows.tolist(), own.kept.tolist(), strict=True):
+                    # Of a pair by noise, the first stands for both.
+                    first = self.ensemble.domains[kept]
+                    makers[row] = self.pipeline.record.experts[first].label
+            return batch, samples
 
         found = await asyncio.gather(*(made(*piece) for piece in pieces))
         images: list[Image] = []
+        start = min(min(batch.numbers) for batch, _ in pieces)
+
+        def text_of(row: int, image: Tensor) -> dict[str, str]:
+            return texts.of(start + row, image.shape[1:], makers.get(row))
+
         for group in gathered(found):
-            images += await self._in_thread(self._decode, *group)
+            images += await self._in_thread(self._decode, *group, text_of)
         images.sort()
         shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
         for name, share in shares.items():
             self.images.labels(name).inc(share * len(images))
         by = [f"{name} {share:.0%}" for name, share in shares.items() if share]
-        count, makers = counted(len(images), "image"), ", ".join(by)
-        log.info("%s in %d steps by %s; %d in the queue", count, how.steps, makers, self.active)
+        count = counted(len(images), "image")
+        log.info(
+            "%s in %d steps by %s; %d in the queue", count, how.steps, ", ".join(by), self.active
+        )
         return images
 
     async def _samples(self, how: Plan, batch: Batch, k: int | None, use: ExpertUse) -> Tensor:
@@ -370,15 +413,17 @@ class Front:
         finally:
             is_left = True
 
-    def _decode(self, rows: Tensor, expert: int, samples: Tensor) -> list[Image]:
-        """Images of these samples; ``rows`` are their numbers in the request."""
+    def _decode(
+        self, rows: Tensor, expert: int, samples: Tensor, text_of: Callable[[int, Tensor], Any]
+    ) -> list[Image]:
+        """Images of these samples, each with its texts; ``rows`` are their numbers in the request."""
         found = []
         size = self.limits.batch_size
         for numbers, part in zip(rows.split(size), samples.split(size), strict=True):
             images = to_bytes(self.pipeline.decode(part, expert))
             for row, image in zip(numbers.tolist(), images, strict=True):
                 file = io.BytesIO()
-                save_png(image, file)
+                save_png(image, file, text_of(row, image))
                 found.append((row, file.getvalue()))
         return found
 

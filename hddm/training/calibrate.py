@@ -202,16 +202,17 @@ def native_samples(
 ) -> Tensor:
     """Draw samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
 
-    DDIM is Euler's method on the converted velocity (`hddm.solvers.euler`), from x = y/(alpha + sigma) with
-    y ~ N(0, I) at the end of the trained range. Native times are evenly spaced ("trailing" in diffusers: the
-    last step goes to x_0 itself); there is no calibration and no guidance. Source: arXiv:2010.02502, equation
-    12, eta = 0.
+    DDIM is Euler's method on the converted velocity (`hddm.solvers.euler`), from the common state x of
+    y ~ N(0, I) at the end of the trained range, y/(alpha + sigma) in common units. Native times are evenly
+    spaced ("trailing" in diffusers: the last step goes to x_0 itself); there is no calibration and no
+    guidance. Source: arXiv:2010.02502, equation 12, eta = 0.
 
     Sample i depends on (``seed``, i) alone and costs ``steps`` calls of the network. ``conditions`` are
     keywords of the network, each (num, …).
     """
     assert field.sample_shape is not None
-    times, scale = native_times(field, steps)
+    times, alpha, sigma = native_times(field, steps)
+    units = field.path_units
     conditions = conditions or {}
     batches = []
     with Progress(num, "sample") as progress:
@@ -223,24 +224,27 @@ def native_samples(
             ) -> Tensor:
                 return field.raw_velocity(x, t.expand(len(x)), given)
 
-            x = Seeded(seed).initial(rows.tolist(), field.sample_shape, Use.NATIVE_NOISE)
-            batches.append(euler(velocity, x.to(field.device) / scale, times).cpu())
+            y = Seeded(seed).initial(rows.tolist(), field.sample_shape, Use.NATIVE_NOISE)
+            if not units.is_common:
+                y = y - alpha * units.shift_like(y)
+            x = y.to(field.device) / (alpha * units.scale + sigma)
+            batches.append(euler(velocity, x, times).cpu())
             progress(len(rows))
     return torch.cat(batches)
 
 
-def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float]:
-    """Return times (steps + 1,) on the common path, falling to 0, and alpha + sigma at the first of them."""
-    schedule, last = field.schedule, field.range[1]
+def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float, float]:
+    """Return times (steps + 1,) on the common path, falling to 0, and alpha and sigma at the first one."""
+    schedule, units, last = field.schedule, field.path_units, field.range[1]
     if field.prediction.is_of_noise:
         last = min(last, LAST_EPSILON_TIME)
-    first = schedule.match(torch.tensor([last], dtype=torch.float64)).item()
+    first = schedule.match(torch.tensor([last], dtype=torch.float64), units.scale).item()
     # Index 0 of a discrete schedule is noised already; clean data would be index -1.
-    clean = -1.0 if isinstance(schedule, DiscreteSchedule) else 0.0
-    native = torch.linspace(first, clean, steps + 1, dtype=torch.float64)[:-1].clamp_min(0)
-    alpha, sigma = schedule.alpha_sigma(native)
-    times = (sigma / (alpha + sigma)).clamp(*field.range)
-    return torch.cat([times, times.new_zeros(1)]), float(alpha[0] + sigma[0])
+    clean = -1.0 if isinstance(schedule, DiscreteSchedule) else schedule.start
+    native = torch.linspace(first, clean, steps + 1, dtype=torch.float64)[:-1]
+    alpha, sigma = schedule.alpha_sigma(native.clamp_min(schedule.start))
+    times = (sigma / (alpha * units.scale + sigma)).clamp(*field.range)
+    return torch.cat([times, times.new_zeros(1)]), float(alpha[0]), float(sigma[0])
 
 
 def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import Expert, field_of, save_expert
 from hddm.experts.lora import adapter_of
-from hddm.experts.records import EXPERT_FILE, FORMAT
+from hddm.experts.records import EXPERT_FILE
 from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.predictions import Level, PredictionType
@@ -87,7 +87,11 @@ def continue_expert(
     if field.calibration is not None:
         origin["kappa"] = expert.record.training.get("kappa", KAPPA)
     own = record_of_shard(shard, expert.record.classes)
-    changes = {"format": FORMAT, "objective": recipe.objective, "weights": "ema", "shard": own}
+    changes: dict[str, object] = {
+        "objective": recipe.objective,
+        "weights": "ema",
+        "shard": own,
+    }
     changes["training_calibration"] = field.calibration is not None
     record = expert.record.model_copy(update=changes)
     expert = replace(expert, record=record, calibration=field.calibration)
@@ -128,7 +132,9 @@ def resolve_continued(
         )
     start = Start.of(expert.network, kind, record.noise_range)
     recipe = resolve(ExpertRecipe, settings, start, before)
-    objective = objective_of(recipe, schedule, learned)
+    # Flow matching learns on the common path, in the units of the shard.
+    units = None if settings.objective == "flow" else record.units
+    objective = objective_of(recipe, schedule, learned, units)
     check_fit(shard, record, expert.network)
     check_conditions(shard, recipe)
     if recipe.class_conditional:

@@ -23,7 +23,12 @@ from hddm.experts.records import EXPERT_FILE, ExpertRecord, ShardRecord, weights
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.sizes import size_config
 from hddm.predictions import PredictionType
-from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
+from hddm.schedules import (
+    Schedule,
+    declared_prediction_type,
+    from_diffusers,
+    read_prediction,
+)
 from hddm.training.calibrate import fit_on_shard
 from hddm.training.device import placed
 from hddm.training.loop import Fitted, OnTrainingStep, Task, run_task
@@ -143,6 +148,8 @@ def resolve_new(
                 f"{schedule}: is for flow matching; use `objective` flow without `schedule`"
             )
         schedule = from_diffusers(schedule)
+        if stated is not None:
+            stated, _ = read_prediction(schedule, stated)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
     check_conditions(shard, recipe)

@@ -1,6 +1,7 @@
 """Training objectives, and the images, noise, times and conditions of an expert's step.
 
-One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native time u, and learns
+One family: a network predicts p from y = alpha_u z + sigma_u eps at native time u, where z are the images
+in its own units (`hddm.units`), by default x_0 itself, and learns
 
     E_u  w(u) || network(y, u) - p ||²
 
@@ -9,7 +10,7 @@ differs. By default they differ in prediction, weighting, noise levels and path.
 
 | objective | path | p: those of `hddm.predictions`, by default |
 |---|---|---|
-| ddpm | cosine, or one of diffusers' | epsilon; all but flow_prediction |
+| ddpm | cosine, or one of diffusers', EDM's too | epsilon; all but flow_prediction |
 | flow | linear | sample |
 
 | noise levels | u |
@@ -29,7 +30,7 @@ all of t.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from hddm.predictions import Level, Prediction, PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, StepInputs
 from hddm.training.settings import ExpertRecipe
+from hddm.units import Units
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import append_dims
@@ -57,6 +59,8 @@ class Objective:
     recipe: ExpertRecipe
     schedule: Schedule
     prediction_type: PredictionType
+    units: Units = field(default_factory=Units)
+    """Those of the expert that goes on; the schedule may have a scale of its own besides."""
 
     def __post_init__(self) -> None:
         is_flow = self.prediction.is_velocity or self.recipe.objective == "flow"
@@ -70,8 +74,13 @@ class Objective:
         return self.prediction_type.prediction
 
     @property
+    def path_units(self) -> Units:
+        """Units of the data z that are noised: the network sees a z + s eps."""
+        return self.units.times(self.schedule.data_scale)
+
+    @property
     def time_scale(self) -> float:
-        """The factor on native time for the network: 1000 for time in [0, 1]."""
+        """The factor on native time for the network: 1000 but for the steps of a discrete schedule."""
         return 1.0 if isinstance(self.schedule, DiscreteSchedule) else TIME_SCALE
 
     def errors(
@@ -94,31 +103,32 @@ class Objective:
 
         at = Level(wide(signal), wide(noise), derivatives_at(self.schedule, time, wide))
         timestep = (time * self.time_scale).to(x_0.device, torch.float32)
-        output = network(at.alpha * x_0 + at.sigma * eps, timestep, **conditions)
-        errors = self.prediction.error(output, x_0, eps, at).square().flatten(1).mean(1)
+        z = self.path_units.own(x_0)
+        output = network(at.alpha * z + at.sigma * eps, timestep, **conditions)
+        errors = self.prediction.error(output, z, eps, at).square().flatten(1).mean(1)
         weights = self._weights(signal, noise)
         return errors if weights is None else errors * weights.to(errors)
 
     def _weights(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
         """The weights w (batch,) at signal and noise scales (batch,); None if all are 1."""
         if self.recipe.weighting == "velocity":
-            return self.prediction.velocity_weights(alpha, sigma)
+            return self.prediction.velocity_weights(alpha, sigma, self.path_units.scale)
         gamma = self.recipe.snr_gamma
         if gamma is None or not self.prediction.is_of_noise:
             return None
-        return (gamma * (sigma / alpha).square()).clamp(max=1)
+        return (gamma * (sigma / (alpha * self.path_units.scale)).square()).clamp(max=1)
 
     def common_time(self, time: Tensor) -> Tensor:
-        """Convert native times (batch,) to the common path: sigma/(alpha + sigma), in [0, 1]."""
+        """Convert native times (batch,) to the common path: sigma/(alpha d + sigma), in [0, 1]."""
         alpha, sigma = self.schedule.alpha_sigma(time)
-        return sigma / (alpha + sigma)
+        return sigma / (alpha * self.path_units.scale + sigma)
 
     def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
         """Draw native times (num,), float64: whole indices for a discrete schedule."""
         first, last = self._native
         is_discrete = isinstance(self.schedule, DiscreteSchedule)
         if self.recipe.time_sampling == "logit-normal":
-            native = self.schedule.match(self._logit_normal(num, noise))
+            native = self._match(self._logit_normal(num, noise))
             return native.round().clamp(first, last) if is_discrete else native
         if is_discrete:
             return torch.randint(int(first), int(last) + 1, (num,), generator=noise).double()
@@ -129,21 +139,29 @@ class Objective:
         """First and last native time of the noise range; whole indices of a discrete schedule."""
         low, high = part = self.recipe.noise_range
         if part == WHOLE:
-            return 0.0, self.schedule.end
+            return self.schedule.start, self.schedule.end
         if not isinstance(self.schedule, DiscreteSchedule):
-            first, last = self.schedule.match(torch.tensor(part, dtype=torch.float64)).tolist()
+            first, last = self._match(torch.tensor(part, dtype=torch.float64)).tolist()
             return first, last
         t = self.common_time(torch.arange(self.schedule.end + 1, dtype=torch.float64))
         last = self.schedule.end if high == 1 else float((t < high).sum()) - 1
         return float((t < low).sum()), last
+
+    def _match(self, t: Tensor) -> Tensor:
+        """Native times of ``t`` on the common path."""
+        return self.schedule.match(t, self.path_units.scale)
 
     def _logit_normal(self, num: int, noise: torch.Generator) -> Tensor:
         """Draw t (num,) of the noise range, or of all that is rounded to an index in it."""
         low, high = self.recipe.noise_range
         if isinstance(self.schedule, DiscreteSchedule):
             first, last = self._native
-            low = self.schedule.common_time(first - 0.5) if first > 0 else 0.0
-            high = self.schedule.common_time(last + 0.5) if last < self.schedule.end else 1.0
+            scale = self.path_units.scale
+            low, high = 0.0, 1.0
+            if first > 0:
+                low = self.schedule.common_time(first - 0.5, scale)
+            if last < self.schedule.end:
+                high = self.schedule.common_time(last + 0.5, scale)
         if (low, high) == WHOLE:
             return torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
         # The inverse of the distribution function, between its values at both ends.
@@ -154,17 +172,21 @@ class Objective:
 
 
 def objective_of(
-    recipe: ExpertRecipe, schedule: Schedule | None = None, learned: PredictionType | None = None
+    recipe: ExpertRecipe,
+    schedule: Schedule | None = None,
+    learned: PredictionType | None = None,
+    units: Units | None = None,
 ) -> Objective:
     """Return the objective of ``recipe``, on ``schedule`` or by default the linear path or DDPM's cosine one.
 
-    What is ``learned`` is by default what the network predicts.
+    What is ``learned`` is by default what the network predicts, on data in the ``units`` of the shard.
 
     Raises:
         HddmError: as `Objective`.
     """
     default: Schedule = CosineSchedule() if recipe.objective == "ddpm" else LinearSchedule()
-    return Objective(recipe, schedule or default, learned or PredictionType(recipe.prediction))
+    predicts = learned or PredictionType(recipe.prediction)
+    return Objective(recipe, schedule or default, predicts, units or Units())
 
 
 _DRAWN = ("x_0", "eps", "time", "t")

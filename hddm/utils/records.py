@@ -19,7 +19,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from pydantic_core import ErrorDetails
 
 from hddm.utils.documents import parse_object
@@ -59,6 +68,23 @@ class Record(BaseModel):
     """What to do with an older one."""
 
 
+class SparseRecord(Record):
+    """Base of records with ``sparse`` fields, left out where they have their default.
+
+    So a record that needs none of them is, to the byte, what earlier releases wrote and read.
+    """
+
+    sparse: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = write(self)
+        for name in self.sparse:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                content.pop(name, None)
+        return content
+
+
 class OpenRecord(Record):
     """Base of records that may have further keys, of other versions; its numbers are finite."""
 
@@ -79,6 +105,23 @@ def parse_noise_range(value: Any) -> tuple[float, float]:
 NoiseRange = Annotated[tuple[float, float], BeforeValidator(parse_noise_range)]
 """Part [low, high] of t that an expert covers, on the common path: 0 is data, 1 noise."""
 WHOLE: NoiseRange = (0.0, 1.0)
+LARGEST_UNIT = 1e6
+"""Bound of the scale of an expert's own data, of its inverse, and of its shift (`hddm.units`)."""
+
+
+def parse_data_range(value: Any) -> tuple[float, float]:
+    """Read ``0,1``, or a pair, as (low, high) of pixels; `HddmError` unless low < high are finite."""
+    try:
+        low, high = map(float, value.split(",") if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not -LARGEST_UNIT <= low < high <= LARGEST_UNIT or high - low < 2 / LARGEST_UNIT:
+        raise HddmError("must be LOW,HIGH, the pixels of black and white, as 0,1 or -0.5,0.5")
+    return low, high
+
+
+DataRange = Annotated[tuple[float, float], BeforeValidator(parse_data_range)]
+"""The pixels of black and white in an expert's own data; (-1, 1) in those that all experts share."""
 Count = Annotated[int, Field(ge=0, le=10**12)]
 """A count, at most 10^12."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]

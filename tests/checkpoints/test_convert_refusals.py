@@ -11,7 +11,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 
 from tests.artefacts import Command, copied, edit_json
-from tests.checkpoint_files import converted, dit, pipeline, refused, text_unet
+from tests.checkpoint_files import dit, pipeline, refused, text_unet
 from tests.hostile import Calls
 from tests.soak import attack_reading
 from tests.transformer_files import dit_file, dit_network
@@ -128,9 +128,9 @@ def test_a_header_that_contradicts_the_scheduler_beside_it(
         "scheduler_config.json says epsilon, which contradicts modelspec.prediction_type in the"
         in error
     )
-    assert "which says v_prediction; pass --prediction-type with what is true" in error
-    text = converted(hddm, source, tmp_path / "out", "--prediction-type", "epsilon")
-    assert "note: epsilon as you say, although modelspec.prediction_type in the header of" in text
+    assert "which says v_prediction; correct the header, or what contradicts it" in error
+    error = refused(hddm, source, "--prediction-type", "epsilon")
+    assert "contradicts modelspec.prediction_type" in error
 
 
 def test_no_word_on_the_schedule(hddm: Command, tmp_path: Path, whole: Path) -> None:

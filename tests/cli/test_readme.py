@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.main import get_command
 
 from hddm.benchmark.file import read_benchmark
@@ -20,6 +22,7 @@ from hddm_cli.app import commands, run_words
 from tests.artefacts import Command
 from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae
+from tests.ldm_files import tiny_pipeline, whole_file
 
 ROOT = Path(__file__).parents[2]
 DOCS = (one for one in (ROOT / "docs").rglob("*.md") if not {"_build", "notes"} & {*one.parts})
@@ -64,7 +67,6 @@ STORIES = [
     "README.md",
     "convert.md",
     "fine-tune.md",
-    "mix-stable-diffusion.md",
     "noise-levels.md",
     "python.md",
     "quickstart.md",
@@ -166,6 +168,23 @@ def test_its_stories_can_be_followed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _prepare(tmp_path, ensemble)
+    _follow(page, hddm)
+
+
+@pytest.mark.integration
+def test_two_files_of_stable_diffusion_are_mixed_as_the_guide_says(
+    hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _prepare_files(tmp_path)
+    _follow("mix-stable-diffusion.md", hddm)
+    for name in ("alone", "nights", "drawn", "soup-cars"):
+        assert list((tmp_path / name).glob("*.png")), name
+    assert (tmp_path / "mixed.png").is_file()
+
+
+def _follow(page: str, hddm: Command) -> None:
+    """Run the blocks of a page's story in the working folder."""
     for code in (one for one in BLOCKS if one.page == page and one.is_story):
         if code.language == "python":
             shorter = re.sub(r'("steps":|steps=) ?\d+', r"\1 2", code.text)
@@ -222,7 +241,24 @@ def _prepare(folder: Path, ensemble: Path) -> None:
     (folder / "photos").symlink_to(digits)
     for digit, name in enumerate(CLASSES):
         shutil.copytree(digits / str(digit), folder / "cifar/train" / name)
+    _prepare_files(folder)
+
+
+def _prepare_files(folder: Path) -> None:
+    """Pipelines and single files of Stable Diffusion, in tiny; pictures of the files have 64 pixels."""
     checkpoint = pipeline(folder / "stable-diffusion-v1-5", text_unet())
     write_vae(checkpoint / "vae")
     write_clip(checkpoint)
     shutil.copytree(checkpoint, folder / "my-fine-tune")
+    markers = {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}
+    files: dict[str, tuple[str, dict[str, torch.Tensor]]] = {
+        "v1-5-pruned": ("1", {}),
+        "illustrious-xl": ("XL", {}),
+        "noobai-xl-vpred": ("XL", markers),
+    }
+    for seed, (name, (kind, further)) in enumerate(files.items()):
+        made = tiny_pipeline(folder / "made" / name, kind, seed)
+        content = {key: one.contiguous() for key, one in whole_file(made, kind).items()}
+        header = {"modelspec.resolution": "64x64"}
+        save_file(content | further, folder / f"{name}.safetensors", header)
+    shutil.copytree(folder / "made/illustrious-xl/parts/tokenizer", folder / "sdxl/tokenizer")

@@ -170,7 +170,7 @@ def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: P
             {"objektive": "flow"},
             "unknown key 'objektive'; did you mean 'objective'?",
         ),
-        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.6; upgrade"),
+        ("expert.json", {"format": "3.0"}, "format 3.0 is newer than 2.0; upgrade"),
         ("expert.json", {"prediction_type": "noise"}, "key 'prediction_type' (is 'noise')"),
         ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),

@@ -115,10 +115,8 @@ def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_r
     assert "NaN" in problem
 
 
-@pytest.fixture(scope="module")
-def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
-    """A DDPM UNet, trained a little by a loop of diffusers, and converted with ``whole`` to try it on."""
-    folder = tmp_path_factory.mktemp("unet")
+def _noise_network(data: Tensor, scheduler: DDPMScheduler) -> UNet2DModel:
+    """A DDPM UNet, trained a little on ``data`` by a loop of diffusers."""
     blocks = {
         "down_block_types": ("DownBlock2D",),
         "up_block_types": ("UpBlock2D",),
@@ -127,15 +125,23 @@ def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = UNet2DModel(4, 1, 1, layers_per_block=1, block_out_channels=(32,), **blocks)
-        scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
-        optimizer, images = torch.optim.AdamW(network.parameters(), 3e-3), open_shard(whole).images
+        optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
         for _ in range(200):
-            x_0 = images[torch.randint(len(images), (32,))]
+            x_0 = data[torch.randint(len(data), (32,))]
             eps, time = torch.randn_like(x_0), torch.randint(1000, (len(x_0),))
             loss = (network(scheduler.add_noise(x_0, eps, time), time).sample - eps).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+    return network
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
+    """A DDPM UNet, trained a little by a loop of diffusers, and converted with ``whole`` to try it on."""
+    folder = tmp_path_factory.mktemp("unet")
+    scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+    network = _noise_network(open_shard(whole).images, scheduler)
     source = pipeline(folder / "source", network, scheduler)
     write(plan_conversion(source, Conversion()), folder / "unet")
     return folder / "unet"
@@ -349,3 +355,20 @@ def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -
 def _spoil_last_byte(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.integration
+def test_a_range_of_pixels_that_is_not_that_of_the_training_is_told(
+    whole: Path, held_out: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """Of a UNet that learned noise on pixels in [0, 1]."""
+    scheduler = DDPMScheduler()
+    network = _noise_network(open_shard(whole).images / 2 + 0.5, scheduler)
+    source = pipeline(tmp_path / "source", network, scheduler)
+    told = r"these weights take .*data from 0 to 1, the record says .*data from -1 to 1: "
+    for options, is_told in (((), True), (("--data-range", "0,1"), False)):
+        out = tmp_path / str(is_told)
+        code, _, err = hddm("convert", source, "--out", out, "--data", whole, *options)
+        assert (code, re.search(told, err) is not None) == (0, is_told), err
+        code, _, err = hddm("verify", out, "--data", held_out)
+        assert (code, re.search(told, err) is not None) == (int(is_told), is_told), err

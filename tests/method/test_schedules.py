@@ -203,7 +203,10 @@ def test_missing_keys_have_their_scheduler_s_default(
     [
         (SD | {"beta_stat": 1}, "beta_stat.*did you mean 'beta_start'"),
         ({}, "name the scheduler class"),
-        ({"_class_name": "ScoreSdeVeScheduler"}, "is neither of the DDPM"),
+        (
+            {"_class_name": "ScoreSdeVeScheduler"},
+            "is neither of the DDPM, the flow-match nor the EDM family",
+        ),
         (SD | {"beta_schedule": "no-such-spacing"}, "no schedule can be built"),
         (SD | {"beta_start": "a lot"}, "no schedule can be built"),
         (SD | {"num_train_timesteps": 1}, "must be 2 to 100000"),

@@ -139,6 +139,10 @@ FAMILIES = {
 
 V_PREDICTION = DDIMScheduler(**SD, prediction_type="v_prediction", rescale_betas_zero_snr=True)
 FAMILIES["sd-v"] = replace(FAMILIES["sd"], scheduler=V_PREDICTION)
+EDM = diffusers.EDMDPMSolverMultistepScheduler()
+EDM_V = diffusers.EDMEulerScheduler(sigma_max=120.0, sigma_data=1.0, prediction_type="v_prediction")
+FAMILIES["sdxl of EDM"] = replace(FAMILIES["sdxl"], scheduler=EDM)
+FAMILIES["sdxl of EDM's v"] = replace(FAMILIES["sdxl"], scheduler=EDM_V)
 HALF_TIMES = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=500)
 FAMILIES["sd3 of 500 steps"] = replace(FAMILIES["sd3"], scheduler=HALF_TIMES)
 FLUX_CONTROL = randomised(

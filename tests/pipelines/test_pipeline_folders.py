@@ -193,7 +193,7 @@ def test_a_save_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == names
 
 
-def test_nothing_is_fetched_and_what_is_no_ensemble_is_named(folder: Path) -> None:
-    with pytest.raises(HddmError, match="some/ensemble: no such folder; nothing is downloaded"):
-        HDDMPipeline.from_pretrained("some/ensemble")
+def test_what_is_no_ensemble_is_named(folder: Path) -> None:
+    with pytest.raises(HddmError, match="some: no such folder"):
+        HDDMPipeline.from_pretrained("some")
     assert r"router: neither an expert folder" in refusal(load_pipeline, folder / "router")

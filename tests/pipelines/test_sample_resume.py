@@ -151,10 +151,12 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
         assert (code, "holds an unfinished sampling of other options" in told) == (1, True)
         assert detail.startswith(f"  {line}")
     # Where experts wait decides no image, nor where the model lies.
-    ensemble.rename(tmp_path / "moved")
+    moved = tmp_path / "moved" / ensemble.name
+    moved.parent.mkdir()
+    ensemble.rename(moved)
     try:
         options = [
-            tmp_path / "moved",
+            moved,
             *OPTIONS,
             "--offload",
             "ram",
@@ -164,7 +166,7 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
         ]
         assert hddm("sample", *options)[0] == 0
     finally:
-        (tmp_path / "moved").rename(ensemble)
+        moved.rename(ensemble)
     options = [ensemble, *OPTIONS, "--out", tmp_path / "plain"]
     assert hddm("sample", *options)[0] == 0
     made, plain = contents(interrupted), contents(tmp_path / "plain")

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from hddm.condition_names import TEXT
 from hddm.data.shards import ALL, Rows, Shard, TokenStore, join_samples, open_shard
+from hddm.schedules import CosineSchedule, EDMSchedule, Schedule
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
+from hddm.units import Units
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_recipe, objective_named, refusal, with_pixels
 from tests.cases import Case, case_named
 from tests.component_files import write_clip, write_vae
-from tests.oracles import GaussianMixture, OracleNetwork
+from tests.oracles import GaussianMixture, OracleNetwork, predicted
 from tests.shard_files import encode, noise, write_shard
 
 VARIANCE, SHAPE, NUM = 0.5, (1, 4, 4), 20_000
@@ -122,6 +124,50 @@ def test_loss_in_velocity_is_the_error_of_the_converted_velocity(
     if prediction == "epsilon":
         torch.testing.assert_close(weighted[2:], 400 * plain[2:], rtol=1e-3, atol=0)
     assert weighted.isfinite().all()
+
+
+@pytest.mark.parametrize("units", [Units(0.5, 0.5), Units(4.0, -1.0)])
+@pytest.mark.parametrize(
+    ("schedule", "prediction"),
+    [
+        (CosineSchedule(), "epsilon"),
+        (CosineSchedule(), "sample"),
+        (CosineSchedule(), "v_prediction"),
+        (EDMSchedule(1e-3, 1e3, 0.7), "v_prediction"),
+        (EDMSchedule(1e-3, 1e3, 0.7), "sample"),
+    ],
+)
+def test_loss_in_velocity_is_that_of_common_units_for_experts_with_their_own(
+    schedule: Schedule, prediction: str, units: Units
+) -> None:
+    objective = objective_named("ddpm", schedule, prediction=prediction, weighting="velocity")
+    objective = replace(objective, units=units)
+    x_0, eps = GAUSSIAN.sample(64, 1, SHAPE), torch.randn(64, *SHAPE, generator=_noise()).double()
+    t = torch.linspace(0.06, 0.94, 64, dtype=torch.float64)
+    time = schedule.match(t, objective.path_units.scale)
+    torch.testing.assert_close(objective.common_time(time), t)
+    fed = []
+
+    def wrong(y: Tensor, timestep: Tensor) -> Tensor:
+        """What a perfect network gives for these x_0 and eps, and a constant."""
+        fed.append(y)
+        a, s = (append_dims(one, 4) for one in schedule.alpha_sigma(time))
+        return predicted(prediction, objective.path_units.own(x_0), eps, a, s) + 0.3
+
+    field = VelocityField(
+        wrong,
+        schedule,
+        prediction,
+        objective.time_scale,
+        data_scale=units.scale,
+        data_shift=units.shift,
+    )
+    wide = append_dims(t, 4)
+    velocity = field.velocity((1 - wide) * x_0 + wide * eps, t)
+    expected = (velocity - (eps - x_0)).square().flatten(1).mean(1)
+    found = objective.errors(wrong, x_0, eps, time, {})
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(fed[0], fed[1])
 
 
 @pytest.mark.parametrize("name", ["ddpm", "flow"])

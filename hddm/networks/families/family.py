@@ -329,7 +329,8 @@ class Family:
         """
         if not self.pipelines:
             raise HddmError(
-                f"{self.name} is written into no pipeline; its family names the class of one in `pipelines`"
+                f"{self.name} is written into no pipeline; "
+                "its family names the class of one in its field pipelines"
             )
         return self.pipelines[0]
 
