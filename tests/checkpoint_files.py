@@ -61,6 +61,14 @@ def shared_checkpoint(name: str) -> Path:
     return folder
 
 
+def shared(name: str) -> Path:
+    """A folder of public files beside the checkout; the test is skipped where there is none."""
+    folder = Path(__file__).parents[2] / "shared" / name
+    if not folder.is_dir():
+        pytest.skip(f"{folder}: no such folder")
+    return folder
+
+
 def randomised(network: ModelMixin, seed: int = 0) -> ModelMixin:
     """Every parameter drawn anew, so that none is zero and every one matters."""
     noise = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -185,6 +186,11 @@ def _write_lora(folder: Path) -> None:
     base = write_base(folder.parent / "base-of-lora")
     folder.mkdir()
     save_file(kohya(open_expert(base).read().network, ranks=(2, 3)), folder / "kohya.safetensors")
+    text = {"text_encoder:0:up": torch.ones(4, 1), "text_encoder:0:down": torch.ones(1, 4)}
+    halves = {"lokr_w1": torch.ones(2, 2), "lokr_w2": torch.ones(8, 32)}
+    merged = {f"lora_unet_layers_0_mlp_2.{part}": one for part, one in halves.items()}
+    merged["lora_unet_layers_0_mlp_0.diff"] = torch.ones(64, 16)
+    save_file(merged | text, folder / "merged.safetensors", {"text_encoder": '["CLIPAttention"]'})
     shapes = {"A": (2, 64), "B": (16, 2)}
     factors = {
         f"transformer.layers.0.mlp.2.lora_{part}.weight": torch.ones(one)
@@ -205,7 +211,8 @@ def _read_lora(folder: Path) -> None:
     out, base = folder.with_name(f"{folder.name}.converted"), folder.parent / "base-of-lora"
     for path in folder.iterdir():
         inspected(path)
-        convert_lora(path, base, out, overwrite=True)
+        decision: Any = "drop" if path.name.startswith("merged") else None
+        convert_lora(path, base, out, overwrite=True, text_encoder_lora=decision)
         hddm.load(out)
 
 

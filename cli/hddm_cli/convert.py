@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from hddm.settings import Conversion, Described, InputPath, ModelPath
 from hddm.utils.errors import UsageError
@@ -17,6 +17,8 @@ class ConvertOptions(Described):
 
     base: ModelPath | None = None
     """Expert that a LoRA file changes; the output is its adapter."""
+    text_encoder_lora: Literal["apply", "drop"] | None = None
+    """Whether a LoRA's changes to text encoders are merged into the expert's own, or left out."""
     to_layout: str | None = None
     """Layout to write an expert back in, such as facebook-dit."""
     data: InputPath | None = None
@@ -45,7 +47,9 @@ def convert(
         why = (
             "--to-layout writes an expert as it is" if to_layout else "--base converts a LoRA file"
         )
-        taken = {"dry_run", "to_layout"} if to_layout else {"dry_run", "base", "licence"}
+        taken = {"dry_run", "to_layout"}
+        if to_layout is None:
+            taken = {"dry_run", "base", "text_encoder_lora", "licence", "allow_pickle"}
         useless = sorted((settings.model_fields_set | options.model_fields_set) - taken)
         if useless:
             raise UsageError(f"--{useless[0].replace('_', '-')}: {why}; drop one of the two")
@@ -58,10 +62,21 @@ def convert(
                 from hddm.checkpoints.lora import convert_lora
 
                 assert base is not None
-                lines = convert_lora(source, base, out, settings.licence, dry_run, overwrite)
+                lines = convert_lora(
+                    source,
+                    base,
+                    out,
+                    settings.licence,
+                    dry_run,
+                    overwrite,
+                    settings.allow_pickle,
+                    options.text_encoder_lora,
+                )
         for line in lines:
             say(line)
         return
+    if options.text_encoder_lora is not None:
+        raise UsageError("--text-encoder-lora: belongs to a LoRA file; pass --base, or drop it")
     # Of a folder that holds both kinds, safetensors are read.
     pickles = (
         [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")

@@ -23,7 +23,7 @@ _TOPICS = {
     "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every held_out validate_every",
     "Processes": "parallel ray retries num_replicas resources",
     "Experts": "expert router_every add remove share domain classes",
-    "VAE and text encoder": "vae text_encoder tokenizer",
+    "VAE and text encoder": "vae text_encoder tokenizer text_encoder_lora",
     "Image size": "resolution",
     "Content": "prompts negative_prompt class_labels conditions",
     "Editing": "init_image strength mask resampling_steps edit_from",

@@ -1,129 +1,84 @@
-"""LoRA files of other tools as adapters of an expert: by kohya's names, or diffusers'.
+"""LoRA files of other tools laid on an expert: as its adapter, or merged into full weights.
 
-    lora_unet_PATH.lora_down.weight, ….lora_up.weight, ….alpha    kohya; PATH has _ for its dots
-    unet.PATH.lora_A.weight, ….lora_B.weight                      diffusers, or transformer.PATH…
-
-Each layer has a rank, the width of its factors, and an alpha: in a tensor of the file, else in the metadata
-that diffusers writes, else its rank. Kohya's names are ambiguous, so they are looked up among those of the
-base's layers, under diffusers' names and those of latent diffusion (``input_blocks_4_1_…``).
+A file whose changes all have factors (`hddm.checkpoints.lora_changes`) becomes an adapter: every layer gets
+the largest rank, by zeros, and where alpha/rank differ it is multiplied into B. A layer of the file that
+holds several of the network, such as queries, keys and values, is divided: each gets its rows of B and all of
+A. LoHa, LoKr, DoRA and plain differences have no factors of small rank, so a file with any of them is merged
+into a copy of the base's weights. Changes to text encoders are in `hddm.checkpoints.lora_texts`.
 """
 
-import contextlib
-import re
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from hddm.checkpoints import ldm
-from hddm.checkpoints.headers import licence_in, predictions_in
+from hddm.checkpoints.convert import write_network
+from hddm.checkpoints.folders import open_expert_checkpoint
+from hddm.checkpoints.headers import predictions_in
+from hddm.checkpoints.lora_changes import BIAS, Change
+from hddm.checkpoints.lora_files import Alphas, Layers, LoraFile, lora_file, read_lora
+from hddm.checkpoints.lora_names import ATTENTION, COUNTED_MODULES, LayerNames, counted_layers
+from hddm.checkpoints.lora_texts import change_texts, check_texts
+from hddm.checkpoints.plan import Built
+from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.expert import open_expert
-from hddm.experts.lora import (
-    AdapterRecord,
-    adapter_of,
-    factor_shapes,
-    refuse_variants,
-    tensor_names,
-    write_adapter,
+from hddm.experts.lora import AdapterRecord, adapter_of, tensor_names, write_adapter
+from hddm.experts.records import (
+    EXPERT_FILE,
+    EXTRAS_FILE,
+    SOURCE_NAMES,
+    ExpertRecord,
+    SourceRecord,
+    joint_licence,
+    write_records,
 )
-from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, write_records
-from hddm.networks.families import family_of
-from hddm.utils.documents import parse_object
-from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
-from hddm.utils.files import check_absent, new_folder, sha256_of
-from hddm.utils.records import LARGEST
-from hddm.utils.tensors import (
-    TensorInfo,
-    promoted,
-    read_header,
-    read_safetensors,
-    refuse_non_finite,
-)
+from hddm.networks.families.family import ForeignLayer
+from hddm.networks.folders import sha256_once
+from hddm.settings import Reading
+from hddm.utils.errors import HddmError, UsageError, counted, shown
+from hddm.utils.files import check_absent, link_or_copy, new_folder, refuse_full_disk, sha256_of
+from hddm.utils.hub import local
+from hddm.utils.tensors import Planned, promoted, refuse_non_finite
 
-_FACTOR = re.compile(r"(.+)\.lora_(down|up|A|B)\.weight")
-_UNREAD = re.compile(r".+[._]lora\.(down|up)\.weight|(unet|text_encoder):\d+:(up|down)")
-"""Names of diffusers' own training scripts, of its processors of 2023, and of cloneofsimo's tool."""
-_ALPHA = re.compile(r"(.+)\.(alpha)")
-_PARTS = {"A": "down", "B": "up"}
-_NETWORK = re.compile(r"^(lora_unet_|lora_transformer_|unet\.|transformer\.)")
-_TEXT = re.compile(r"lora_te\d?_|text_encoder(_\d)?\.")
-_OTHER = re.compile(r"\.(hada_|lokr_|dora_scale|lora_magnitude_vector|lora_mid)")
-_METADATA = "lora_adapter_metadata"
+TextLora = Literal["apply", "drop"]
 
 
 @dataclass(frozen=True)
-class LoraFile:
-    """Header of a LoRA file: names of ``down``, ``up`` and ``alpha`` by layer, and those of text encoders."""
+class Target:
+    """A layer of the file, found in the network: ``parts`` are its tensors there, by part."""
 
-    path: Path
-    header: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
-    layers: dict[str, dict[str, str]] = field(default_factory=dict)
-    text: list[str] = field(default_factory=list)
+    name: str
+    parts: Mapping[str, str]
+    layer: ForeignLayer
+    change: Change
 
-    @property
-    def licence(self) -> str | None:
-        """The licence that the header states."""
-        return licence_in(self.metadata)
+    def names(self, leaf: str = "weight") -> list[str]:
+        """Names of the network's tensors ``leaf`` (weight or bias) that hold those of the file's layer."""
+        return [f"{one}.{leaf}" for one in self.layer.layers]
 
-    @property
-    def naming(self) -> str:
-        """The tool whose names these are."""
-        return "kohya" if any(name.startswith("lora_") for name in self.header) else "diffusers"
+    def whole(self, tensors: Mapping[str, Tensor], leaf: str = "weight") -> Tensor:
+        """The tensor ``leaf`` of the file's layer, put together from those of the network."""
+        return self._in_order(torch.cat([tensors[name] for name in self.names(leaf)]))
 
-    @property
-    def ranks(self) -> dict[str, int]:
-        """Number of layers by rank."""
-        found = Counter[int]()
-        for parts in self.layers.values():
-            shape = self.header[parts["down"]].shape if "down" in parts else ()
-            if shape:
-                found[shape[0]] += 1
-        return {str(rank): found[rank] for rank in sorted(found)}
+    def divided(
+        self, whole: Tensor, tensors: Mapping[str, Tensor], leaf: str = "weight"
+    ) -> dict[str, Tensor]:
+        """The inverse of `whole`: the rows of each of the network's tensors, by name."""
+        names = self.names(leaf)
+        sizes = [len(tensors[name]) for name in names]
+        return dict(zip(names, self._in_order(whole).split(sizes), strict=True))
 
-
-def is_lora(names: Collection[str]) -> bool:
-    """True for tensor names of a LoRA file, or of a similar small change to a network."""
-    return any(map(_is_of_lora, names))
-
-
-def _is_of_lora(name: str) -> bool:
-    return bool(_FACTOR.fullmatch(name) or _UNREAD.fullmatch(name) or _OTHER.search(name))
-
-
-def read_lora(path: Path) -> LoraFile:
-    """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
-    found = LoraFile(path, *read_header(path))
-    if unread := [name for name in found.header if _UNREAD.fullmatch(name)]:
-        text = f"has names of diffusers' training scripts or of an older tool ({unread[0]!r}, …)"
-        remedy = (
-            "merge it into its base with diffusers or the tool that made it, and convert the result"
-        )
-        raise HddmError(f"{path}: {text}, which hddm does not read yet; {remedy}")
-    for name in found.header:
-        match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)
-        if _TEXT.match(name):
-            found.text.append(name)
-        elif match is None:
-            raise HddmError(
-                f"{path}: holds {name!r}, which is no factor of a plain LoRA; LoHa, LoKr, DoRA and LoCon's "
-                "lora_mid are not read: merge it with the tool that made it"
-            )
-        else:
-            parts = found.layers.setdefault(_NETWORK.sub("", match[1], 1), {})
-            if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
-                raise HddmError(
-                    f"{path}: holds one factor twice, as {other!r} and {name!r}; remove one"
-                )
-    return found
+    def _in_order(self, whole: Tensor) -> Tensor:
+        return torch.cat(whole.chunk(2)[::-1]) if self.layer.swaps_halves else whole
 
 
 def convert_lora(
@@ -133,20 +88,24 @@ def convert_lora(
     licence: str | None = None,
     dry_run: bool = False,
     overwrite: bool = False,
+    allow_pickle: bool = False,
+    text_encoder_lora: TextLora | None = None,
 ) -> list[str]:
-    """Write the LoRA file ``path`` as an adapter of the expert in ``base``; return lines to print.
+    """Lay the LoRA file ``path`` on the expert in ``base``, and return lines to print.
 
-    The new expert means what its base means (schedule, prediction, conditions, VAE, text encoder), and keeps
-    the base's components. All layers get the largest rank, by zeros, and where their alpha/rank differ it is
-    multiplied into B. ``licence``, of the LoRA's weights, and the base's hold both; by default it is the one
+    The new expert in ``out`` means what its base means (schedule, prediction, conditions, VAE), and keeps the
+    base's components. ``licence``, of the LoRA's weights, and the base's hold both; by default it is the one
     in the LoRA's header. A line notes where that says that it was trained on another kind of prediction.
+    Where the file changes text encoders too, ``text_encoder_lora`` must say what to do: ``apply`` gives the
+    expert text encoders of its own, and ``drop`` leaves the base's.
 
     Raises:
-        UsageError: for a ``base`` that is no expert.
-        HddmError: leaving nothing behind, for a pickle; for LoHa, LoKr, DoRA and LoCon's ``lora_mid``; for
-            tensors of a text encoder or of no layer of the base, and shapes that are not its layers'; for NaN
-            and Inf; for a base that is itself an adapter.
+        UsageError: for a ``base`` that is no expert, and for ``text_encoder_lora`` without text encoders.
+        HddmError: leaving nothing behind, for a pickle without ``allow_pickle``; for kinds of changes that
+            are not read; for tensors of no layer of the base, and shapes that are not its layers'; for text
+            encoders without ``text_encoder_lora``; for NaN and Inf.
     """
+    path, base = local(path), local(base)
     if not (base / EXPERT_FILE).is_file():
         raise UsageError(
             f"`base` {base}: not an expert folder; convert its checkpoint, and name the result"
@@ -155,182 +114,266 @@ def convert_lora(
         raise UsageError(
             f"`out` {out}: is the base, which the adapter needs; choose another folder"
         )
-    lora, expert = read_lora(path), open_expert(base, with_calibration=False)
-    if lora.text:
-        raise HddmError(
-            f"{path}: {counted(len(lora.text), 'tensor')} in it change a text encoder "
-            f"({lora.text[0]!r}, …), but an adapter changes only the expert's network; use a LoRA "
-            f"without them"
-        )
+    path = lora_file(path)
+    lora = read_lora(path, allow_pickle)
+    expert = open_expert(base, with_calibration=False)
     if licence is not None and lora.licence not in (None, licence):
         raise HddmError(
             f"`licence` {licence}: the header of {path} states {lora.licence!r}; drop the option"
         )
     network: Any = expert.network
-    targets = _targets(lora, network, base)
-    adapter, tensors = _adapter(lora, targets, base, out)
+    alphas = Alphas(lora)
+    text_lines = check_texts(lora, base, text_encoder_lora)
+    targets = _targets(lora, network, base, alphas, text_encoder_lora == "apply")
+    is_adapter = bool(targets) and all(one.change.has_factors for one in targets)
     check_absent(out, EXPERT_FILE, overwrite)
+    lines = [f"names of {lora.naming}, {_summary(lora)}", alphas.line]
+    writer: _AsAdapter | _Merged
+    if is_adapter:
+        writer = _AsAdapter(lora, targets, base, out, expert.network)
+        lines.append(f"base: {base} (SHA-256 {writer.adapter.base_sha256[:16]}…)")
+    else:
+        writer = _Merged(lora, targets, base)
+        lines.append(f"base: {base}, merged into full weights, as an adapter cannot hold them")
+    source = SourceRecord(
+        layout="lora",
+        files={path.name: sha256_of(path)},
+        options={"naming": lora.naming, **writer.options},
+        hddm=version("hddm-diffusion"),
+        before=expert.record.source,
+    )
+    if text_encoder_lora is not None:
+        source.options["text_encoder_lora"] = text_encoder_lora
     update: dict[str, Any] = {
         "weights": "unstated",
         "shard": None,
         "training": {},
-        "adapter": adapter,
+        "adapter": writer.adapter,
         "licence": joint_licence((expert.record.licence, licence or lora.licence)),
-        "source": SourceRecord(
-            layout="lora",
-            files={path.name: sha256_of(path)},
-            options={"naming": lora.naming},
-            hddm=version("hddm-diffusion"),
-            before=expert.record.source,
-        ),
+        "source": source,
     }
     record = expert.record.model_copy(update=update)
-    lines = [
-        f"names of {lora.naming}, {counted(len(targets), 'layer')}, rank {', '.join(lora.ranks)}",
-        f"base: {base} (SHA-256 {adapter.base_sha256[:16]}…)",
-        f"licence: {record.licence or 'not stated (`licence` records it)'}",
-    ]
-    if not expert.record.prediction_type.prediction.is_velocity:
-        for place, kind in predictions_in(lora.metadata, path.name).items():
-            if kind != expert.record.prediction_type:
-                own = f"{base} predicts {expert.record.prediction_type.value}"
-                lines.append(f"note: {place} says that the LoRA was trained on {kind}, and {own}")
+    lines += text_lines
+    lines.append(f"licence: {record.licence or 'not stated (`licence` records it)'}")
+    lines += _notes_on_prediction(lora, expert.record, base)
     if dry_run:
         return [*lines, f"{out}: nothing written (`dry_run`)"]
+    refuse_full_disk(out, writer.size)
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        network.save_config(draft)
-        write_adapter(draft, adapter, tensors)
-        write_records(draft, record, expert.nulls)
+        writer.write(draft)
+        # What writing back into the layout of the base's source needs.
+        for name in (EXTRAS_FILE, SOURCE_NAMES):
+            if (base / name).is_file():
+                link_or_copy(base / name, draft / name)
         for name, folder in whole_components(base).items():
             keep_component(draft, name, folder)
+        nulls = expert.nulls
+        if text_encoder_lora == "apply":
+            record, nulls = change_texts(draft, lora, record, nulls, alphas)
+        write_records(draft, record, nulls)
         open_expert(draft)
     return [*lines, f"{out}: converted"]
 
 
-def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[str, str]]:
-    """Names in the file of ``down``, ``up`` and ``alpha``, by the base's weight that they change."""
-    known, weights = _layers_of(network), network.state_dict()
-    found: dict[str, dict[str, str]] = {}
-    problems = [] if lora.layers else ["it changes no layer"]
-    for layer, parts in lora.layers.items():
-        if lacking := {"down", "up"} - parts.keys():
-            problems.append(f"{layer!r} has no factor {min(lacking)!r}")
-        elif layer not in known:
-            problems.append(f"{layer!r} is not a linear layer or convolution of it")
-        elif (target := f"{known[layer]}.weight") in found:
-            problems.append(f"{layer!r} is {known[layer]!r} once more")
-        else:
-            found[target] = parts
-            weight = weights[target]
-            down, up = lora.header[parts["down"]], lora.header[parts["up"]]
-            rank = down.shape[0] if down.shape else 0
-            fits = (down.shape, up.shape) == factor_shapes(weight.shape, rank)
-            fits &= down.dtype.is_floating_point and up.dtype.is_floating_point
-            # A larger rank changes no more, and all layers get the largest.
-            if not fits or not 1 <= rank <= max(len(weight), weight[0].numel()):
-                given = f"{down.shape} in {down.dtype} and {up.shape} in {up.dtype}"
-                problems.append(f"{layer!r} has factors {given} for a weight {tuple(weight.shape)}")
-    prefix = _prefix_before(known, lora.layers) if problems else None
-    if prefix is not None:
-        text = f"its names have {prefix!r} before those of the {type(network).__name__} of {base}"
-        raise HddmError(f"{lora.path}: {text}, which hddm does not read yet; rename its tensors")
-    if problems:
-        raise HddmError(
-            f"{lora.path}: does not fit the {type(network).__name__} of {base}, so it is a LoRA of another "
-            f"base: {'; '.join(shown(problems, 5))}"
-        )
-    return found
+def _summary(lora: LoraFile) -> str:
+    """Numbers of layers by kind and rank."""
+    kinds = lora.kinds
+    text = counted(len(lora.layers), "layer")
+    if set(kinds) - {"LoRA"}:
+        each = [f"{number} of {kind}" for kind, number in kinds.items()]
+        text += f" ({', '.join(each)})"
+    if lora.ranks:
+        text += f", rank {', '.join(lora.ranks)}"
+    return text
 
 
-def _prefix_before(known: Collection[str], layers: Collection[str]) -> str | None:
-    """The prefix without which all ``layers`` are ``known``; None if there is none."""
-    first = next(iter(layers), "")
-    for match in re.finditer(r"[._]", first):
-        prefix = first[: match.end()]
-        rests = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
-        if len(rests) == len(layers) and all(rest in known for rest in rests):
-            return prefix
-    return None
+def _notes_on_prediction(lora: LoraFile, record: ExpertRecord, base: Path) -> list[str]:
+    lines = []
+    if not record.prediction_type.prediction.is_velocity:
+        for place, kind in predictions_in(lora.metadata, lora.path.name).items():
+            if kind != record.prediction_type:
+                own = f"{base} predicts {record.prediction_type.value}"
+                lines.append(f"note: {place} says that the LoRA was trained on {kind}, and {own}")
+    return lines
 
 
-def _layers_of(network: ModelMixin) -> dict[str, str]:
-    """Layers of a network by every name that a file may have for them."""
-    kinds = (nn.Linear, nn.Conv2d)
-    layers = [name for name, module in network.named_modules() if isinstance(module, kinds)]
-    names = {layer.replace(".", "_"): layer for layer in layers}
-    for layer in layers:
-        names[layer] = layer
-    if family_of(network) is ldm.LDM.family:
-        # Not every block of the class is one of latent diffusion.
-        with contextlib.suppress(HddmError):
-            weights = [f"{layer}.weight" for layer in layers]
-            pairs = ldm.key_table(weights, network.config, "LoRA").pairs
-            for pair, layer in zip(pairs, layers, strict=True):
-                foreign = pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight")
-                names[foreign.replace(".", "_")] = layer
-    return names
+def _targets(
+    lora: LoraFile, network: ModelMixin, base: Path, alphas: Alphas, may_be_none: bool
+) -> list[Target]:
+    """The layers of the file with those of the network; ``may_be_none`` if other changes are enough.
 
-
-def _adapter(
-    lora: LoraFile, targets: Mapping[str, Mapping[str, str]], base: Path, out: Path
-) -> tuple[AdapterRecord, dict[str, Tensor]]:
-    """The adapter of one rank and one alpha that does the same, and its tensors by peft's names."""
-    stored, stated = read_safetensors(lora.path), _stated_alphas(lora, targets)
-    refuse_non_finite(lora.path, stored)
-    ranks = {target: len(stored[parts["down"]]) for target, parts in targets.items()}
-    alphas = {}
-    for target, parts in targets.items():
-        alpha = stated.get(target, ranks[target])
-        if "alpha" in parts:
-            alpha = stored[parts["alpha"]].item() if stored[parts["alpha"]].numel() == 1 else None
-        if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
-            found = f"alpha of {target!r} is {one_line(alpha, 40)}"
-            raise HddmError(f"{lora.path}: {found}, not a positive number up to {LARGEST:g}")
-        alphas[target] = float(alpha)
-    scales = {target: alphas[target] / ranks[target] for target in targets}
-    widest, is_one = max(ranks, key=ranks.__getitem__), len(set(scales.values())) == 1
-    alpha = alphas[widest] if is_one else float(ranks[widest])
-    adapter = adapter_of(base, out, ranks[widest], alpha, tuple(targets))
-    tensors: dict[str, Tensor] = {}
-    for target, (down, up) in tensor_names(adapter.targets).items():
-        a, b = stored[targets[target]["down"]], stored[targets[target]["up"]]
-        a, b = a.to(promoted(a.dtype)), b.to(promoted(b.dtype))
-        if not is_one:
-            b = b.to(promoted(b.dtype, torch.float32)) * scales[target]
-        more, window = adapter.rank - len(a), [0, 0] * (a.ndim - 2)
-        tensors |= {down: pad(a, [*window, 0, 0, 0, more]), up: pad(b, [*window, 0, more])}
-    return adapter, tensors
-
-
-def _stated_alphas(lora: LoraFile, targets: Collection[str]) -> dict[str, Any]:
-    """Alphas of ``targets`` that peft's config in the metadata states; empty if there is no such config.
-
-    As in peft, a layer has the alpha of the first pattern that ends its name, or else the common one. Raises
-    `HddmError` for a variant of LoRA, and for a pattern that ends no name, such as one with wildcards.
+    Raises `HddmError` for those that are not found, or have other shapes.
     """
-    if _METADATA not in lora.metadata:
-        return {}
-    origin = f"{lora.path}: {_METADATA}"
-    stated = parse_object(lora.metadata[_METADATA], origin)
-    config = {}
-    for key, value in stated.items():
-        if _NETWORK.match(key):
-            config[_NETWORK.sub("", key, 1)] = value
-    refuse_variants(config, origin)
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise HddmError(f"{origin}: alpha_pattern is {one_line(patterns, 40)}, no alphas by layer")
-    found = dict.fromkeys(targets, config.get("lora_alpha"))
-    for pattern, alpha in reversed(patterns.items()):
-        end = f"{pattern}.weight"
-        fitting = []
-        for target in targets:
-            # A caret begins the whole name of a layer.
-            if f"^{target}" == end or f".{target}".endswith(f".{end}"):
-                fitting.append(target)
-        if not fitting:
-            raise HddmError(
-                f"{origin}: alpha_pattern {one_line(pattern, 40)!r} ends the name of no layer"
-            )
-        found |= dict.fromkeys(fitting, alpha)
+    layers = _named(lora, network, base)
+    known = LayerNames(network)
+    weights = network.state_dict()
+    found: list[Target] = []
+    owners = set[str]()
+    broken = list[str]()
+    foreign = list[str]()
+    for name, parts in layers.items():
+        layer = known.find(name)
+        if layer is None:
+            foreign.append(f"{name!r} is no layer of it")
+            continue
+        lacking = {"down", "up"} - parts.keys()
+        if len(lacking) == 1:
+            broken.append(f"{name!r} has no factor {min(lacking)!r}")
+        elif again := owners.intersection(layer.layers):
+            broken.append(f"{name!r} is {min(again)!r} once more")
+        else:
+            owners.update(layer.layers)
+            change = lora.change(parts)
+            target = Target(name, parts, layer, change)
+            misfit = _misfit(target, weights)
+            if misfit:
+                foreign.append(misfit)
+            else:
+                alpha = alphas.of(parts, (name, *layer.layers))
+                found.append(Target(name, parts, layer, Change(change.parts, alpha)))
+    if not layers and not may_be_none:
+        raise HddmError(f"{lora.path}: changes no layer of a network; name another file")
+    if broken:
+        listed = "; ".join(shown(broken, 5))
+        raise HddmError(f"{lora.path}: is not whole: {listed}; fetch it again")
+    if foreign:
+        number = f"{len(foreign)} of {counted(len(layers), 'layer')}"
+        raise HddmError(
+            f"{lora.path}: does not fit the {type(network).__name__} of {base} ({number} of "
+            f"{lora.naming}): {'; '.join(shown(foreign, 5))}; pass the model that it was trained on as `base`"
+        )
+    names = set[str]()
+    for target in found:
+        names.update((target.name, *target.layer.layers))
+    alphas.refuse_unused(names)
     return found
+
+
+def _named(lora: LoraFile, network: ModelMixin, base: Path) -> Layers:
+    """The layers of the file by name, where it has numbers in their place."""
+    if not lora.is_counted:
+        return lora.layers
+    modules = lora.modules("unet")
+    options = [modules] if modules is not None else [ATTENTION, COUNTED_MODULES]
+    numbers = sorted(map(int, lora.layers))
+    counts = []
+    for option in options:
+        order = counted_layers(network, option)
+        if numbers == list(range(len(order))):
+            return {name: lora.layers[str(number)] for number, name in enumerate(order)}
+        counts.append(f"{len(order)} ({', '.join(sorted(option))})")
+    raise HddmError(
+        f"{lora.path}: counts {counted(len(numbers), 'layer')} in place of names, and the "
+        f"{type(network).__name__} of {base} has {' or '.join(counts)}; it is a LoRA of another base"
+    )
+
+
+def _misfit(target: Target, weights: Mapping[str, Tensor]) -> str:
+    """Why the change is none of these weights; empty if it is."""
+    own = {name: weights[name].to("meta") for name in target.names()}
+    change = target.change
+    parts = {part: tensor.to("meta") for part, tensor in change.parts.items()}
+    weight = target.whole(own)
+    fits = all(tensor.dtype.is_floating_point for tensor in parts.values())
+    rank = change.rank
+    if rank is not None and weight.ndim > 1:
+        # A larger rank changes no more, and all layers get the largest.
+        fits &= 1 <= rank <= max(len(weight), weight[0].numel())
+    try:
+        if fits:
+            Change(parts).merged(weight)
+            if BIAS in parts:
+                biases = {name: weights[name].to("meta") for name in target.names("bias")}
+                Change(parts).merged_bias(target.whole(biases, "bias"))
+    except (ValueError, RuntimeError, IndexError, KeyError, TypeError):
+        # torch raises any of these for shapes that do not belong together.
+        fits = False
+    if fits:
+        return ""
+    given = [f"{part} {tuple(one.shape)} in {one.dtype}" for part, one in change.parts.items()]
+    held = " and ".join(shown(given, 4))
+    return f"{target.name!r} has factors {held} for a weight {tuple(weight.shape)}"
+
+
+class _AsAdapter:
+    """The file as an adapter of one rank and one alpha that does the same."""
+
+    def __init__(
+        self,
+        lora: LoraFile,
+        targets: Sequence[Target],
+        base: Path,
+        out: Path,
+        network: Any,
+    ) -> None:
+        self._network, self._factors = network, dict[str, tuple[Tensor, Tensor]]()
+        scales: dict[str, float] = {}
+        weights = network.state_dict()
+        for target in targets:
+            used = {target.parts[part]: one for part, one in target.change.parts.items()}
+            refuse_non_finite(lora.path, used)
+            a, b = target.change.factors(target.whole(weights).shape)
+            for name, rows in target.divided(b, weights).items():
+                self._factors[name], scales[name] = (a, rows), target.change.scale
+        ranks = {name: len(a) for name, (a, _) in self._factors.items()}
+        widest = max(ranks, key=ranks.__getitem__)
+        self._scales = scales if len(set(scales.values())) > 1 else None
+        alpha = ranks[widest] * (1.0 if self._scales else scales[widest])
+        self.adapter: AdapterRecord = adapter_of(
+            base, out, ranks[widest], float(alpha), tuple(self._factors)
+        )
+        self.options: dict[str, Any] = {}
+        self.size = 0.0
+
+    def write(self, draft: Path) -> None:
+        """Write config and adapter."""
+        self._network.save_config(draft)
+        tensors: dict[str, Tensor] = {}
+        for name, (down, up) in tensor_names(self.adapter.targets).items():
+            a, b = self._factors[name]
+            a, b = a.to(promoted(a.dtype)), b.to(promoted(b.dtype))
+            if self._scales is not None:
+                b = b.to(promoted(b.dtype, torch.float32)) * self._scales[name]
+            more, window = self.adapter.rank - len(a), [0, 0] * (a.ndim - 2)
+            tensors[down] = pad(a, [*window, 0, 0, 0, more]).contiguous()
+            tensors[up] = pad(b, [*window, 0, more]).contiguous()
+        write_adapter(draft, self.adapter, tensors)
+
+
+class _Merged:
+    """The file merged into a copy of the base's weights, in their dtypes."""
+
+    adapter = None
+
+    def __init__(self, lora: LoraFile, targets: Sequence[Target], base: Path) -> None:
+        self._base: Checkpoint = open_expert_checkpoint(base, Reading())
+        weights = self._base.table.renamed(self._base.weights, str(self._base.files[0]))
+        changes: dict[str, functools.partial[Tensor]] = {}
+        for target in targets:
+            for leaf in ("weight", "bias") if BIAS in target.change.parts else ("weight",):
+                for name in target.names(leaf):
+                    changes[name] = functools.partial(_merged, target, weights, name, leaf)
+        self._tensors = []
+        for name, tensor in weights.items():
+            planned = as_planned(name, tensor)
+            if name in changes:
+                origin = f"{lora.path} merged into {base}"
+                planned = Planned(name, planned.shape, tensor.dtype, changes[name], origin)
+            self._tensors.append(planned)
+        self.options: dict[str, Any] = {
+            "base": base.resolve().name,
+            "base_files": {path.name: sha256_once(path) for path in self._base.files},
+        }
+        self.size = float(sum(math.prod(one.shape) * one.dtype.itemsize for one in self._tensors))
+
+    def write(self, draft: Path) -> None:
+        """Write config and weights."""
+        write_network(draft, Built(self._base.network, self._tensors))
+
+
+def _merged(target: Target, tensors: Mapping[str, Tensor], name: str, leaf: str) -> Tensor:
+    """The network's tensor ``name``, a weight or bias, with the change of its layer."""
+    whole, change = target.whole(tensors, leaf), target.change
+    merged = change.merged_bias(whole) if leaf == "bias" else change.merged(whole)
+    rows: Tensor = target.divided(merged, tensors, leaf)[name]
+    return rows.to(tensors[name].dtype).contiguous()

@@ -16,7 +16,7 @@ from hddm.checkpoints.layouts import (
 )
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.ldm_parts import VAE, FilePart, parts_of, zero_padded
-from hddm.checkpoints.lora import is_lora
+from hddm.checkpoints.lora_files import is_lora
 from hddm.checkpoints.source_names import NamePair, SourceNames
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.components import read_file

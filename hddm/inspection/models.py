@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
-from hddm.checkpoints.lora import is_lora, read_lora
+from hddm.checkpoints.lora_files import LoraFile, is_lora, lora_file, read_lora
 from hddm.checkpoints.plan import open_unstated
 from hddm.checkpoints.sources import Checkpoint, Conventions, resolve_conventions, with_shift
 from hddm.classes import join_classes
@@ -38,6 +38,7 @@ from hddm.schedules import DiscreteSchedule, Schedule, from_config
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, counted
 from hddm.utils.files import file_kind, read_json
+from hddm.utils.pickles import read_any
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.tensors import DTYPE_NAMES, read_header
 
@@ -62,24 +63,52 @@ def inspect_model(
             return described(folder)
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
-    if folder.is_file() and file_kind(folder) == "safetensors" and is_lora(read_header(folder)[0]):
-        return _lora(folder)
+    lora = _lora_in(folder, allow_pickle)
+    if lora is not None:
+        return _lora(lora)
     return _checkpoint(folder, allow_pickle, variant)
 
 
-def _lora(path: Path) -> dict[str, Any]:
-    lora = read_lora(path)
-    return {
+def _lora_in(path: Path, allow_pickle: bool) -> LoraFile | None:
+    """The LoRA in a file, or in a folder of peft or diffusers; None where it is none."""
+    path = lora_file(path)
+    if not path.is_file() or path.suffix == ".json":
+        return None
+    if file_kind(path) == "safetensors":
+        return read_lora(path) if is_lora(read_header(path)[0]) else None
+    if not allow_pickle:
+        return None
+    content = read_any(path, allow_pickle)
+    return read_lora(path, allow_pickle) if isinstance(content, list) or is_lora(content) else None
+
+
+def _lora(lora: LoraFile) -> dict[str, Any]:
+    count, dtypes = 0, set()
+    for one in lora.tensors.values():
+        count += one.numel()
+        dtypes.add(DTYPE_NAMES.get(one.dtype, str(one.dtype)))
+    is_adapter = all(lora.change(parts).has_factors for parts in lora.layers.values())
+    found: dict[str, Any] = {
         "kind": "LoRA",
         "names_of": lora.naming,
         "licence": lora.licence,
         "layers": len(lora.layers),
+        "layers_by_kind": lora.kinds,
         "layers_by_rank": lora.ranks,
-        "text_encoder_tensors": len(lora.text),
-        **_numbers(path),
+        "text_encoder_tensors": len(lora.text_tensors),
+        "learned_tokens": sorted(lora.tokens),
+        "parameters": count,
+        "dtypes": sorted(dtypes),
+        "becomes": "an adapter"
+        if is_adapter
+        else "full weights: the base's with the changes merged",
         "base": "not in the file: an expert of the network that it was trained on",
         "read_by": "hddm convert --base",
     }
+    if lora.texts or lora.tokens:
+        needed = "drop" if lora.tokens else "apply|drop"
+        found["read_by"] += f" --text-encoder-lora {needed}"
+    return found
 
 
 def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str, Any]:

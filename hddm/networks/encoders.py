@@ -10,6 +10,9 @@ from dataclasses import dataclass
 PIPELINE = "pipeline"
 """Key that an expert keeps in the config of PixArt's text encoder: the class of its pipeline."""
 
+ADAPTED = "hddm_adapted"
+"""Key of the config of a text encoder that a LoRA was merged into: a hash of the weights that it changed."""
+
 
 @dataclass(frozen=True)
 class VaeClass:

@@ -3,6 +3,7 @@
 Both are read from local files that are checked before transformers opens them.
 """
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.components import Held, class_in, read_config, read_weights
 from hddm.networks.encoders import (
+    ADAPTED,
     CLIP,
     CLIP_PROJECTED,
     CLIP_TOKENIZER,
@@ -170,9 +172,15 @@ def text_encoder_record_of(
     ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
     """
     model, weights, _ = _open(place, variant, kind)
+    mark = fingerprint(weights)
+    config = place.config if isinstance(place, Held) else read_config(place)
+    adapted = config.get(ADAPTED)
+    if adapted is not None:
+        # A fingerprint covers no large tensor, and these alone were changed.
+        mark = hashlib.sha256(f"{mark} {adapted}".encode()).hexdigest()[:16]
     return TextEncoderRecord(
         kind=getattr(model.config, PIPELINE, type(model).__name__),
-        fingerprint=fingerprint(weights),
+        fingerprint=mark,
         tokens=prompt_length(tokens, model.config),
         width=model.config.hidden_size,
     )

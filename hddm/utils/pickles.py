@@ -31,6 +31,20 @@ _DEEPEST = 64
 def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     """Read the dictionary in a checkpoint: tensors, dictionaries, lists, plain values, Namespaces.
 
+    Tensors are mapped from disk. Raises as `read_any`, and for anything but a dictionary of names.
+    """
+    content = read_any(path, allow_pickle)
+    if not isinstance(content, dict):
+        raise HddmError(
+            f"{path}: holds a list, not a dictionary of names; if it is a LoRA, pass `base`, the expert that "
+            "it changes"
+        )
+    return content
+
+
+def read_any(path: Path, allow_pickle: bool) -> dict[str, Any] | list[Any]:
+    """Read the dictionary or list in a checkpoint.
+
     Tensors are mapped from disk. Raises `HddmError` without ``allow_pickle``, with a torch that has known
     holes, for the format before torch 1.6, and for a file that is damaged, imports anything off torch's list,
     or costs much more than it holds.
@@ -40,7 +54,7 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     problem = _known_problem(path) or _problem(path)
     if problem:
         raise HddmError(f"{path}: {problem}")
-    content: dict[str, Any] = _load(path)
+    content: dict[str, Any] | list[Any] = _load(path)
     if identity_of(path) != before:
         raise HddmError(
             f"{path}: changed while it was read; wait until it is complete, and try again"
@@ -103,7 +117,8 @@ def try_to_load(name: str) -> bool:
             if damaged:
                 raise HddmError(f"record {damaged!r} is damaged")
         content = _load(path)
-        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        has_names = isinstance(content, dict) and all(isinstance(key, str) for key in content)
+        if not has_names and not isinstance(content, list):
             raise HddmError(f"holds {an(type(content).__name__)}, not a dictionary of names")
         _check(content)
     except HddmError as error:

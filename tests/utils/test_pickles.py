@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hddm.utils.pickles import read_pickle
+from hddm.utils.errors import HddmError
+from hddm.utils.pickles import read_any, read_pickle
 from tests.artefacts import refusal
 from tests.hostile import Calls, attempts, grown_by, save, zipped
 
@@ -159,7 +160,7 @@ HOSTILE: Mapping[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "an end too soon": (_coded(b"\x80\x02}"), "EOFError"),
     "an empty pickle": (_coded(b""), "EOFError"),
-    "a list": (_pickled([torch.ones(2)]), "holds a list, not a dictionary of names"),
+    "a sparse tensor in a list": (_pickled([torch.ones(2).to_sparse()]), "'0' is sparse"),
     "a tensor": (_pickled(torch.ones(2)), "holds a Tensor, not a dictionary of names"),
     "numbers as names": (_pickled({1: torch.ones(2)}), "not a dictionary of names"),
     "a kilobyte that becomes a gigabyte when cast": (
@@ -192,6 +193,15 @@ def test_what_weights_never_need_is_refused_and_not_run(
         assert HOSTILE[name][1] in said, name
         assert len(said) < 500
     assert not Path("ran").exists()
+
+
+def test_a_list_is_read_where_one_is_expected_and_refused_elsewhere(tmp_path: Path) -> None:
+    path = save([torch.arange(3.0), torch.ones(2)], tmp_path / "a.pt")
+    content = read_any(path, allow_pickle=True)
+    assert isinstance(content, list)
+    assert [one.tolist() for one in content] == [[0, 1, 2], [1, 1]]
+    with pytest.raises(HddmError, match="holds a list, not a dictionary of names; if it is a LoRA"):
+        read_pickle(path, allow_pickle=True)
 
 
 @pytest.mark.integration

@@ -117,6 +117,15 @@ class Pipeline:
     """Tokens of a prompt for one T5, encoded in lower case; None without."""
 
 
+@dataclass(frozen=True)
+class ForeignLayer:
+    """Layers that hold, one after the other, the rows of one layer in the code of a network's authors."""
+
+    layers: tuple[str, ...]
+    swaps_halves: bool = False
+    """True if the first half of the rows is the second one here, as of shift and scale."""
+
+
 class Family:
     """One kind of network.
 
@@ -325,6 +334,10 @@ class Family:
                 "its family names the class of one in its field pipelines"
             )
         return self.pipelines[0]
+
+    def foreign_layers(self, config: Config) -> Mapping[str, ForeignLayer]:
+        """Layers by their names in the code of the network's authors, which LoRA files of other tools use."""
+        return {}
 
     def licence(self, arguments: Config) -> str | None:
         """Licence of released weights that are known by these arguments, None if there are none."""

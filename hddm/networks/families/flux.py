@@ -3,7 +3,7 @@
 (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from torch import Generator, Tensor
 
 from hddm.condition_names import POOLED, TEXT
 from hddm.networks.encoders import CLIP, T5
-from hddm.networks.families.family import Config, Family, Pipeline, Prompts, Taken, Tensors
+from hddm.networks.families.family import (
+    Config,
+    Family,
+    ForeignLayer,
+    Pipeline,
+    Prompts,
+    Taken,
+    Tensors,
+)
 from hddm.utils.errors import HddmError
 
 GUIDANCE = 3.5
@@ -101,6 +109,51 @@ class Flux(Family):
         self, names: Sequence[str], sample_shape: tuple[int, int, int]
     ) -> dict[str, Tensor]:
         return {"guidance": torch.tensor(GUIDANCE)} if "guidance" in names else {}
+
+    def foreign_layers(self, config: Config) -> Mapping[str, ForeignLayer]:
+        found = {name: ForeignLayer((ours,)) for name, ours in _OUTER.items()}
+        found["final_layer.adaLN_modulation.1"] = ForeignLayer(("norm_out.linear",), True)
+        for n in range(config["num_layers"]):
+            for name, ours in _DOUBLE.items():
+                layers = tuple(f"transformer_blocks.{n}.{one}" for one in ours)
+                found[f"double_blocks.{n}.{name}"] = ForeignLayer(layers)
+        for n in range(config["num_single_layers"]):
+            for name, ours in _SINGLE.items():
+                layers = tuple(f"single_transformer_blocks.{n}.{one}" for one in ours)
+                found[f"single_blocks.{n}.{name}"] = ForeignLayer(layers)
+        return found
+
+
+_EMBEDDERS = {
+    "time_in": "timestep_embedder",
+    "vector_in": "text_embedder",
+    "guidance_in": "guidance_embedder",
+}
+_OUTER = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "final_layer.linear": "proj_out",
+    **{f"{one}.in_layer": f"time_text_embed.{name}.linear_1" for one, name in _EMBEDDERS.items()},
+    **{f"{one}.out_layer": f"time_text_embed.{name}.linear_2" for one, name in _EMBEDDERS.items()},
+}
+"""Layers outside of the blocks, by their names in Black Forest Labs' code."""
+_DOUBLE = {
+    "img_mod.lin": ("norm1.linear",),
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "img_attn.proj": ("attn.to_out.0",),
+    "img_mlp.0": ("ff.net.0.proj",),
+    "img_mlp.2": ("ff.net.2",),
+    "txt_mod.lin": ("norm1_context.linear",),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "txt_mlp.0": ("ff_context.net.0.proj",),
+    "txt_mlp.2": ("ff_context.net.2",),
+}
+_SINGLE = {
+    "modulation.lin": ("norm.linear",),
+    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+    "linear2": ("proj_out",),
+}
 
 
 def pack(x: Tensor) -> Tensor:

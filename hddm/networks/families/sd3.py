@@ -1,8 +1,18 @@
 """Stable Diffusion 3 (arXiv:2403.03206): SD3Transformer2DModel."""
 
+from collections.abc import Mapping
+
 from hddm.condition_names import POOLED, TEXT
 from hddm.networks.encoders import CLIP_PROJECTED, T5
-from hddm.networks.families.family import Config, Family, Pipeline, Prompts, Taken, count
+from hddm.networks.families.family import (
+    Config,
+    Family,
+    ForeignLayer,
+    Pipeline,
+    Prompts,
+    Taken,
+    count,
+)
 from hddm.utils.errors import HddmError
 
 
@@ -32,6 +42,44 @@ class Sd3(Family):
         if isinstance(side, int) and side > most:
             raise HddmError(f"sample_size is {side}, and {self.name} has positions for {most}")
         return Taken((TEXT, POOLED))
+
+    def foreign_layers(self, config: Config) -> Mapping[str, ForeignLayer]:
+        found = {name: ForeignLayer((ours,)) for name, ours in _OUTER.items()}
+        found["final_layer.adaLN_modulation.1"] = ForeignLayer(("norm_out.linear",), True)
+        last = config["num_layers"] - 1
+        for n in range(config["num_layers"]):
+            for name, ours in _JOINT.items():
+                layers = tuple(f"transformer_blocks.{n}.{one}" for one in ours)
+                # The last block's text is only read: its modulation is like the final layer's.
+                is_read = n == last and name == "context_block.adaLN_modulation.1"
+                found[f"joint_blocks.{n}.{name}"] = ForeignLayer(layers, is_read)
+        return found
+
+
+_OUTER = {
+    "x_embedder.proj": "pos_embed.proj",
+    "context_embedder": "context_embedder",
+    "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+    "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+    "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+    "final_layer.linear": "proj_out",
+}
+"""Layers outside of the blocks, by their names in Stability AI's code."""
+_JOINT = {
+    "x_block.adaLN_modulation.1": ("norm1.linear",),
+    "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "x_block.attn.proj": ("attn.to_out.0",),
+    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+    "x_block.attn2.proj": ("attn2.to_out.0",),
+    "x_block.mlp.fc1": ("ff.net.0.proj",),
+    "x_block.mlp.fc2": ("ff.net.2",),
+    "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+    "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "context_block.attn.proj": ("attn.to_add_out",),
+    "context_block.mlp.fc1": ("ff_context.net.0.proj",),
+    "context_block.mlp.fc2": ("ff_context.net.2",),
+}
 
 
 SD3 = Sd3()
