@@ -14,18 +14,15 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pipeline
-from hddm.checkpoints.single_files import open_file
-from hddm.checkpoints.sources import (
-    Checkpoint,
-    Component,
+from hddm.checkpoints.conventions import (
     Conventions,
-    Weights,
-    as_planned,
     resolve_conventions,
     with_data_range,
     with_shift,
 )
+from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pipeline
+from hddm.checkpoints.single_files import open_file
+from hddm.checkpoints.sources import Checkpoint, Component, Weights, as_planned
 from hddm.condition_names import TEXT
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord

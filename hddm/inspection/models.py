@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
+from hddm.checkpoints.conventions import Conventions, resolve_conventions, with_shift
 from hddm.checkpoints.lora_files import LoraFile, is_lora, lora_file, read_lora
 from hddm.checkpoints.plan import open_unstated
-from hddm.checkpoints.sources import Checkpoint, Conventions, resolve_conventions, with_shift
+from hddm.checkpoints.sources import Checkpoint
 from hddm.classes import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.ensemble_folders import (

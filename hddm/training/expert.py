@@ -44,7 +44,7 @@ from hddm.training.settings import (
     resolve,
 )
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import sha256_of
 from hddm.utils.streams import Use, seed_of
 
@@ -142,14 +142,16 @@ def resolve_new(
         raise UsageError("`lora_rank` adapts an existing expert; pass `init`")
     stated = None
     if isinstance(schedule, Path):
-        stated = declared_prediction_type(schedule)
+        file = schedule
+        stated = declared_prediction_type(file)
         if stated == PredictionType.FLOW_PREDICTION:
             raise HddmError(
-                f"{schedule}: is for flow matching; use `objective` flow without `schedule`"
+                f"{file}: is for flow matching; use `objective` flow without `schedule`"
             )
-        schedule = from_diffusers(schedule)
+        schedule = from_diffusers(file)
         if stated is not None:
-            stated, _ = read_prediction(schedule, stated)
+            with errors_as(HddmError, str(file)):
+                stated, _ = read_prediction(schedule, stated)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
     check_conditions(shard, recipe)

@@ -151,7 +151,7 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     assert facts["schedule_source"] == str(config)
     assert facts["prediction_type"] == "v_prediction"
     config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "noise"}')
-    told = "`prediction` noise: choose one of epsilon"
+    told = f"{config}: unknown prediction type 'noise': choose one of epsilon"
     assert told in refusal(train_expert, whole, tmp_path / "no", expert_settings("ddpm"), config)
 
 
