@@ -222,3 +222,19 @@ def test_learned_tokens_are_named_and_dropped_on_request(
     assert "hddm adds no tokens to a tokenizer; pass --text-encoder-lora drop" in error
     assert inspect_model(path)["learned_tokens"] == ["<s1>", "mine"]
     convert_lora(path, base, tmp_path / "out", text_encoder_lora="drop")
+
+
+@pytest.mark.integration
+def test_an_ensemble_with_the_base_keeps_both_text_encoders(
+    base: Path, tmp_path: Path, hddm: Command
+) -> None:
+    content, _ = _changes(_kohya)
+    save_file(content | kohya(text_unet()), tmp_path / "lora.safetensors")
+    out = tmp_path / "out"
+    convert_lora(tmp_path / "lora.safetensors", base, out, text_encoder_lora="apply")
+    whole = tmp_path / "ensemble"
+    code, said, error = hddm("assemble", base, out, "--out", whole)
+    assert code == 0, said + error
+    for name, expert in (("text_encoder", base), ("text_encoder_2", out)):
+        own = (expert / "text_encoder" / "model.safetensors").read_bytes()
+        assert (whole / name / "model.safetensors").read_bytes() == own
