@@ -137,9 +137,10 @@ def _is_known(entry: object) -> bool:
     if not _is_there(entry):
         return False
     library, name = entry
-    return library == "diffusers" or (library, name) in {
-        (family.library, family.name) for family in folder_layouts().values()
-    }
+    if library == "diffusers":
+        return True
+    families = folder_layouts().values()
+    return any((family.library, family.name) == (library, name) for family in families)
 
 
 def _index(folder: Path) -> dict[str, Any]:

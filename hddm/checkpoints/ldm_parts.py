@@ -68,7 +68,7 @@ class FilePart:
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class _TextEncoderNames:
     """A text encoder in a file: its ``name`` in a pipeline, and the names of its tensors."""
 
     name: str
@@ -80,10 +80,12 @@ class _Encoder:
 
 
 _ENCODERS = (
-    _Encoder(TEXT, "cond_stage_model.transformer.", is_open_clip=False),
-    _Encoder(TEXT, "cond_stage_model.model.", is_open_clip=True, has_unused=True),
-    _Encoder(TEXT, "conditioner.embedders.0.transformer.", is_open_clip=False),
-    _Encoder(SECOND_TEXT, "conditioner.embedders.1.model.", is_open_clip=True, kind=CLIP_PROJECTED),
+    _TextEncoderNames(TEXT, "cond_stage_model.transformer.", is_open_clip=False),
+    _TextEncoderNames(TEXT, "cond_stage_model.model.", is_open_clip=True, has_unused=True),
+    _TextEncoderNames(TEXT, "conditioner.embedders.0.transformer.", is_open_clip=False),
+    _TextEncoderNames(
+        SECOND_TEXT, "conditioner.embedders.1.model.", is_open_clip=True, kind=CLIP_PROJECTED
+    ),
 )
 
 
@@ -197,7 +199,7 @@ def _vae_config(weights: Weights, origin: str) -> dict[str, Any]:
     }
 
 
-def _text_encoder(weights: dict[str, Tensor], encoder: _Encoder, path: Path) -> FilePart:
+def _text_encoder(weights: dict[str, Tensor], encoder: _TextEncoderNames, path: Path) -> FilePart:
     origin = f"{path}: its text encoder ({encoder.prefix})"
     benign = {name: reason for name, reason in _NOT_NEEDED.items() if name in weights}
     if encoder.has_unused:
@@ -243,7 +245,7 @@ def _unused(weights: Weights) -> dict[str, str]:
     return found
 
 
-def _text_config(weights: Weights, encoder: _Encoder, origin: str) -> dict[str, Any]:
+def _text_config(weights: Weights, encoder: _TextEncoderNames, origin: str) -> dict[str, Any]:
     """Config of transformers' class, by shapes; heads and activation are those of CLIP and open_clip."""
     words, width = shape_of(weights, "embeddings.token_embedding.weight", 2, origin)
     if width > _HEAD_WIDTH and width % _HEAD_WIDTH:

@@ -53,9 +53,8 @@ def _statistics(vae: VaeRecord) -> str:
     """The statistics of each channel of latents, in words."""
     if not vae.mean:
         return "scaled alike"
-    mean, deviation = (
-        ", ".join(f"{one:g}" for one in values) for values in (vae.mean, vae.deviation)
-    )
+    mean = ", ".join(f"{one:g}" for one in vae.mean)
+    deviation = ", ".join(f"{one:g}" for one in vae.deviation)
     return f"scaled each by its own mean ({mean}) and deviation ({deviation})"
 
 

@@ -48,7 +48,7 @@ _BATCH = 64
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelError:
     """Mean squared errors per element at one time."""
 
     t: float
@@ -66,12 +66,12 @@ class Denoising:
     `LATE_TIMES`, which count in none of these.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[LevelError, ...]
     margin: float
     deviation: float
     low: float
     low_deviation: float
-    late: tuple[Level, ...]
+    late: tuple[LevelError, ...]
 
     @property
     def expert(self) -> float:
@@ -141,8 +141,8 @@ def velocity_errors(
     return errors
 
 
-def _levels(times: Sequence[float], errors: Tensor) -> tuple[Level, ...]:
-    return tuple(Level(time, *errors[k].mean(1).tolist()) for k, time in enumerate(times))
+def _levels(times: Sequence[float], errors: Tensor) -> tuple[LevelError, ...]:
+    return tuple(LevelError(time, *errors[k].mean(1).tolist()) for k, time in enumerate(times))
 
 
 def _mean_and_deviation(gains: Tensor) -> tuple[float, float]:
