@@ -27,6 +27,7 @@ def assemble(
     vae: PathText | None = None,
     text_encoder: PathText | None = None,
     tokenizer: PathText | None = None,
+    trust_components: bool = False,
     base: Sequence[PathText] = (),
     share: Mapping[str, float] | None = None,
     domain: Sequence[Sequence[str]] = (),

@@ -18,10 +18,16 @@ from hddm.utils.records import NoiseRange
 
 @dataclass
 class Findings:
-    """Differences by the name of what differs, and notes for the user."""
+    """Differences by the name of what differs, and notes for the user.
+
+    ``trusts_components`` decides what `trust` makes of a VAE or text encoder that no record confirms.
+    """
 
     differences: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    trusts_components: bool = False
+    trusted: dict[str, list[str]] = field(default_factory=dict)
+    """Components that were taken on trust, by the name of the expert."""
 
     def differ(self, name: str, text: str) -> None:
         """Add a difference of ``name``, once."""
@@ -33,6 +39,17 @@ class Findings:
         """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def trust(self, name: str, component: str, text: str, claim: str) -> None:
+        """Take a ``component`` of the expert ``name`` on trust, or add a difference.
+
+        ``text`` says what is not known of it, and ``claim`` what the caller states by ``trust_components``.
+        """
+        if self.trusts_components:
+            self.note(f"{name} {text}; taken on trust")
+            self.trusted.setdefault(name, []).append(component)
+        else:
+            self.differ(name, f"{text}; pass `trust_components` if {claim}")
 
     @property
     def lines(self) -> list[str]:

@@ -424,6 +424,8 @@ class AssemblySettings(Described):
     """Folder of this component. Default: the experts' own."""
     tokenizer: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
+    trust_components: bool = False
+    """Accept a VAE or text encoder for experts that do not record theirs."""
     base: Annotated[tuple[Path, ...], MODEL] = ()
     """Base of LoRA experts, if it was moved since training."""
     share: Annotated[dict[str, Share], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = (

@@ -16,7 +16,7 @@ from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert_checkpoint
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint
-from hddm.experts.compatibility import candidates_of, common_shift, note_unrecorded
+from hddm.experts.compatibility import candidates_of, common_shift, note_unrecorded_scales
 from hddm.experts.decisions import SHARE_TOLERANCE
 from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.expert import Expert
@@ -143,7 +143,10 @@ def _compare_kinds(experts: Sequence[Expert], found: Findings) -> None:
     candidates = candidates_of(experts)
     compare_kinds(candidates, found)
     compare_students(candidates, True, found)
-    note_unrecorded(experts, found)
+    note_unrecorded_scales(experts, found)
+    for one in experts:
+        if one.record.space == "latents" and one.record.latent_space is None:
+            found.note(f"{one.name} does not record its VAE; taken on trust")
 
 
 def _compare(parts: Sequence[Checkpoint], experts: Sequence[Expert], found: Findings) -> None:

@@ -261,11 +261,11 @@ def _record(
     own = source.record
     vae = source.vae if own is None else own.latent_space
     is_flow = conventions.prediction_type.prediction.is_velocity
-    text_encoder = None
+    text_encoder, unread_text_encoder = None, None
     if own is not None:
-        text_encoder = own.text_encoder
+        text_encoder, unread_text_encoder = own.text_encoder, own.unread_text_encoder
     elif TEXT in interface.conditions:
-        text_encoder = source.text.record
+        text_encoder, unread_text_encoder = source.text.record, source.text.unread
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
         "schedule": conversion.schedule.name if conversion.schedule else None,
@@ -286,6 +286,7 @@ def _record(
         vae=vae if isinstance(vae, VaeRecord) else None,
         unread_vae=vae if isinstance(vae, UnreadVae) else None,
         text_encoder=text_encoder,
+        unread_text_encoder=unread_text_encoder,
         shift=conventions.shift,
         noise_range=conversion.noise_range or (own.noise_range if own else WHOLE),
         variance_head=interface.variance_head,

@@ -280,7 +280,7 @@ def write_ensemble(
     Strategy.parse(strategy).check(len(set(domains_of(experts))))
     if routing.is_absent and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs `router`; only 'draw' does without")
-    found = Findings()
+    found = Findings(trusts_components=settings.trust_components)
     components, experts = _fitting(experts, routing, settings, before, found)
     note_overlaps(experts, found)
     parts_of(experts, found=found)

@@ -19,7 +19,7 @@ from hddm.networks.identity import VaeRecord
 
 def compare_experts(experts: Sequence[Expert], are_mixed: bool, found: Findings) -> None:
     """Record all that keeps ``experts`` from being one ensemble that mixes them, or draws one per sample."""
-    note_unrecorded(experts, found)
+    note_unrecorded_scales(experts, found)
     compare(candidates_of(experts), are_mixed, found)
     _compare_shares(experts, found)
     _compare_class_names(experts, found)
@@ -58,21 +58,12 @@ def _statistics(vae: VaeRecord) -> str:
     return f"scaled each by its own mean ({mean}) and deviation ({deviation})"
 
 
-def note_unrecorded(experts: Sequence[Expert], found: Findings) -> None:
-    """Note which experts do not record their latent scale or VAE, which the others do."""
-    candidates = candidates_of(experts)
-    for key in ("latent_scale", "VAE"):
-        silent, is_known = [], False
-        for expert, candidate in zip(experts, candidates, strict=True):
-            if candidate.kind[key] is not None:
-                is_known = True
-            elif key == "latent_scale" or expert.record.space == "latents":
-                silent.append(expert.name)
-        if is_known:
-            for name in silent:
-                found.note(f"{name} does not record its {key}; taken on trust")
-        elif key == "VAE" and len(silent) > 1:
-            found.note("no expert records its VAE; that all share one is taken on trust")
+def note_unrecorded_scales(experts: Sequence[Expert], found: Findings) -> None:
+    """Note which experts do not record their latent scale, where others do."""
+    silent = [one for one in experts if one.record.latent_scale is None]
+    if len(silent) < len(experts):
+        for one in silent:
+            found.note(f"{one.name} does not record its latent scale; taken on trust")
 
 
 def _compare_shares(experts: Sequence[Expert], found: Findings) -> None:

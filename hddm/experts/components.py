@@ -30,6 +30,7 @@ from hddm.prompt_router import Topic
 from hddm.utils.errors import an
 from hddm.utils.files import inside
 
+VAE, TEXT_ENCODER = "vae", "text_encoder"
 _LATENT_CHANNELS = 4
 """Default of the class, for configs that leave it out."""
 
@@ -74,14 +75,18 @@ def arrange(
     # What the ensemble has for an expert that stays may be replaced by what is given.
     kept = [kept_components(one.place) for one in experts[:stay]]
     kept += [components_of(one.place) for one in experts[stay:]]
-    vaes = _arrange_vaes(experts, given, own, kept, found)
-    encoders, experts = _arrange_texts(experts, given, own, kept, found)
+    vaes = _arrange_vaes(experts, given, own, kept, stay, found)
+    encoders, experts = _arrange_texts(experts, given, own, kept, stay, found)
     components = vaes | encoders
     for name in sorted(components.keys() - set(COMPONENTS)):
         found.differ(
             str(components[name]), f"is one too many; {MOST_ENCODERS} of a kind are stored"
         )
-    return components, experts
+    trusted = []
+    for one in experts:
+        now = found.trusted.get(one.name, [])
+        trusted.append(tuple(dict.fromkeys([*one.member.trusted, *now])))
+    return components, with_decisions(experts, trusted=trusted)
 
 
 def _arrange_vaes(
@@ -89,10 +94,12 @@ def _arrange_vaes(
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     kept: Sequence[Mapping[str, Path]],
+    stay: int,
     found: Findings,
 ) -> dict[str, Path]:
     spaces, named = vaes_of(experts), given.get("vae")
     groups = numbers_of(experts, "vae").distinct
+    of_latents = [one for one in experts if one.record.space == "latents"]
     known = [folder for name, folder in own.items() if name.startswith("vae")]
     known += [one["vae"] for one in kept if "vae" in one]
     known = known if named is None else [named, *known]
@@ -102,9 +109,16 @@ def _arrange_vaes(
         if len(groups) == 1 and known and (chosen is None or named is not None):
             chosen = known[0]
         if chosen is not None:
-            of = [one for one, its in zip(experts, spaces, strict=True) if its == space]
-            _compare_vae(of, chosen, found)
-            vaes[numbered("vae", number)] = chosen
+            vaes[numbered(VAE, number)] = chosen
+        for k, one in enumerate(experts):
+            if spaces[k] != space:
+                continue
+            # What an ensemble has for its own experts was decided when they came.
+            is_decided = k < stay and (chosen is None or chosen != named)
+            if chosen is not None:
+                _compare_vae(one, chosen, is_decided, found)
+            elif one.record.latent_space is None and not is_decided and len(of_latents) > 1:
+                found.trust(one.name, VAE, "does not record its VAE", "it is that of the others")
     if named is not None and named not in vaes.values():
         found.differ(str(named), "is the VAE of none of these experts; leave it out")
     return vaes
@@ -116,45 +130,56 @@ def _is_of(space: Hashable, folder: Path) -> bool:
     return space.misfit(vae) is None if isinstance(space, UnreadVae) else vae == space
 
 
-def _compare_vae(experts: Sequence[Expert], folder: Path, found: Findings) -> None:
-    """Compare a VAE with what experts of its latents record."""
-    vae, name = vae_record_of(folder), str(folder)
+def _compare_vae(expert: Expert, folder: Path, is_decided: bool, found: Findings) -> None:
+    """Compare a VAE with what an expert of latents records; ``is_decided`` if the expert had it before."""
+    vae, name, record = vae_record_of(folder), str(folder), expert.record
     channels = read_config(folder).get("latent_channels", _LATENT_CHANNELS)
-    for one in experts:
-        record = one.record
-        if channels != record.sample_shape[0]:
+    if channels != record.sample_shape[0]:
+        found.differ(
+            name, f"{channels} latent channels, and {expert.name} has {record.sample_shape[0]}"
+        )
+    if record.unread_vae is not None:
+        _compare_unread(expert, record.unread_vae, folder, is_decided, found)
+    elif record.vae is None:
+        if not is_decided:
+            found.trust(expert.name, VAE, "does not record its VAE", f"it is that in {name}")
+        if not replaced_by(vae.kind) and record.latent_scale not in (None, vae.scale):
             found.differ(
-                name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}"
+                name, f"scale {vae.scale:g}, and {expert.name} has {record.latent_scale:g}"
             )
-        unread = record.unread_vae
-        if unread is not None:
-            misfit = unread.misfit(vae)
-            if misfit is not None:
-                remedy = "convert it anew beside a VAE of its own that can be read"
-                found.differ(name, f"{misfit}, but {one.name} has an {unread}; {remedy}")
-            elif unread.fingerprint != vae.fingerprint:
-                found.note(f"{one.name} has an {unread}; {name} is taken on trust")
-        elif record.vae is None:
-            found.note(f"{one.name} does not record its VAE; taken on trust")
-            if not replaced_by(vae.kind) and record.latent_scale not in (None, vae.scale):
-                found.differ(
-                    name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}"
-                )
-        elif record.vae.mean and vae.mean != record.vae.mean:
-            found.differ(
-                name,
-                f"does not scale each channel of latents as {one.name} records it; convert that anew "
-                "beside its own VAE",
-            )
-        elif record.vae.kind != vae.kind:
-            # A distilled VAE of the same latents has other weights and another scale of its own.
-            kinds = f"{name} is {an(vae.kind)}, and {one.name} records {an(record.vae.kind)}"
-            found.note(f"{kinds}; taken on trust")
-        else:
-            for key in ("fingerprint", "scale", "shift", "mean", "deviation"):
-                mine, theirs = getattr(vae, key), getattr(record.vae, key)
-                if mine != theirs:
-                    found.differ(name, f"{key} {mine}, and {one.name} records {theirs}")
+    elif record.vae.mean and vae.mean != record.vae.mean:
+        found.differ(
+            name,
+            f"does not scale each channel of latents as {expert.name} records it; convert that anew "
+            "beside its own VAE",
+        )
+    elif _is_distilled(vae.kind, record.vae.kind):
+        # A distilled VAE of the same latents has other weights and another scale of its own.
+        kinds = f"{name} is {an(vae.kind)}, and {expert.name} records {an(record.vae.kind)}"
+        found.note(f"{kinds}; taken on trust")
+    else:
+        for key in ("kind", "fingerprint", "scale", "shift", "mean", "deviation"):
+            mine, theirs = getattr(vae, key), getattr(record.vae, key)
+            if mine != theirs:
+                found.differ(name, f"{key} {mine}, and {expert.name} records {theirs}")
+
+
+def _is_distilled(one: str, other: str) -> bool:
+    """True if VAEs of one of these classes are distilled from the other's."""
+    return one in replaced_by(other) or other in replaced_by(one)
+
+
+def _compare_unread(
+    expert: Expert, unread: UnreadVae, folder: Path, is_decided: bool, found: Findings
+) -> None:
+    """Compare a VAE with one that could not be read when ``expert`` was converted."""
+    vae, name = vae_record_of(folder), str(folder)
+    misfit = unread.misfit(vae)
+    if misfit is not None:
+        remedy = "convert it anew beside a VAE of its own that can be read"
+        found.differ(name, f"{misfit}, but {expert.name} has an {unread}; {remedy}")
+    elif unread.fingerprint != vae.fingerprint and not is_decided:
+        found.trust(expert.name, VAE, f"has an {unread}", f"it is that in {name}")
 
 
 def _arrange_texts(
@@ -162,6 +187,7 @@ def _arrange_texts(
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     kept: Sequence[Mapping[str, Path]],
+    stay: int,
     found: Findings,
 ) -> tuple[dict[str, Path], list[Expert]]:
     refuse_without_tokenizer(given.get("text_encoder"), given.get("tokenizer"))
@@ -173,20 +199,28 @@ def _arrange_texts(
     silent = [k for k in takers if experts[k].record.text_encoder is None]
     taken = [one.member.text_encoder for one in experts]
     for k in silent:
-        name, trusted = experts[k].name, taken[k]
+        trusted = taken[k]
         reader = mine[k] or named
         if reader is None and trusted is not None:
             reader = by_record.get(trusted)
         elif reader is None and known:
             reader = known[0]
-        if reader is not None or trusted is not None or len(silent) < len(takers):
-            found.note(f"{name} does not record its text encoder; taken on trust")
+        # What an ensemble has for its own experts was decided when they came.
+        is_decided = reader is not None and reader == mine[k]
+        if k < stay and (reader is None or reader != named):
+            is_decided = True
         if reader is not None:
             _compare_width(experts[k], reader, found)
+            _compare_encoder(experts[k], reader, is_decided, found)
             taken[k] = reader.record
+        elif len(takers) > 1 and not is_decided:
+            found.trust(
+                experts[k].name,
+                TEXT_ENCODER,
+                "does not record its text encoder",
+                "it is that of the others",
+            )
     experts = with_decisions(experts, text_encoder=taken)
-    if len(takers) > 1 and not known and len(silent) == len(takers):
-        found.note("no expert records its text encoder; that all share one is taken on trust")
     order = list(numbers_of(experts, "text_encoder").distinct)
     topics = topics_of([replace(one, topic=Topic.load(one.place)) for one in experts], found)
     if topics is not None:
@@ -209,6 +243,24 @@ def _arrange_texts(
             str(named.folder), "is the text encoder of none of these experts; leave it out"
         )
     return encoders, experts
+
+
+def _compare_encoder(
+    expert: Expert, encoder: _TextEncoder, is_decided: bool, found: Findings
+) -> None:
+    """Compare a text encoder with one that ``expert`` does not record, or that could not be read."""
+    unread, name = expert.record.unread_text_encoder, str(encoder.folder)
+    misfit = None if unread is None else unread.misfit(encoder.record)
+    if misfit is not None:
+        remedy = "convert it anew beside a text encoder of its own that can be read"
+        found.differ(name, f"{misfit}, but {expert.name} has an {unread}; {remedy}")
+    elif is_decided or (unread is not None and unread.fingerprint is not None):
+        return
+    elif unread is not None:
+        found.trust(expert.name, TEXT_ENCODER, f"has an {unread}", f"it is that in {name}")
+    else:
+        text = "does not record its text encoder"
+        found.trust(expert.name, TEXT_ENCODER, text, f"it is that in {name}")
 
 
 def _compare_width(expert: Expert, encoder: _TextEncoder, found: Findings) -> None:

@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import diffusers
 from pydantic import Field
@@ -59,6 +59,7 @@ from hddm.utils.records import (
     OlderFormat,
     PositiveNumber,
     Record,
+    SparseRecord,
     damage,
     ensemble_around,
     has_manifest,
@@ -161,8 +162,10 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
 ShareWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Member(Record):
+class Member(SparseRecord):
     """An expert in ``ensemble.json``: what was decided on it; all else is in its own record."""
+
+    sparse = ("trusted",)
 
     folder: str
     name: str | None = None
@@ -180,6 +183,8 @@ class Member(Record):
     """The VAE whose latents it is taken to make, where its record does not say."""
     text_encoder: TextEncoderRecord | None = None
     """The text encoder that it is taken to read, where its record does not say."""
+    trusted: tuple[Literal["vae", "text_encoder"], ...] = ()
+    """What the caller stated to be its own, and no record confirms (``trust_components``)."""
     class_shares: dict[ComposedName, ShareWeight] = Field(default_factory=dict)
     """p(k | class) by class name, set in Python; empty: counted from the experts' shards."""
 

@@ -17,7 +17,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.condition_names import LABELS, TEXT
 from hddm.experts.lora import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
 from hddm.networks.folders import WEIGHTS, Unread, unread_network
-from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
+from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, UnreadVae, VaeRecord
 from hddm.networks.transformers import RouterTransformer
 from hddm.predictions import PredictionType
 from hddm.prompt_router import TOPIC
@@ -116,7 +116,7 @@ class ExpertRecord(SparseRecord):
     """``expert.json``: conventions that define what the weights beside it mean."""
 
     oldest = "1.5"
-    sparse = ("data_scale", "data_shift", "negated")
+    sparse = ("data_scale", "data_shift", "negated", "unread_text_encoder")
     remedy = "convert or train the expert anew"
 
     format: str = FORMAT
@@ -140,6 +140,8 @@ class ExpertRecord(SparseRecord):
     unread_vae: UnreadVae | None = None
     """The VAE that the source holds, where hddm cannot read it; none in records before format 1.6."""
     text_encoder: TextEncoderRecord | None = None
+    unread_text_encoder: UnreadTextEncoder | None = None
+    """The text encoder that the source holds, where hddm cannot read it."""
     shift: AboveZero = 1.0
     """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None

@@ -96,6 +96,11 @@ class FileText:
         """Reason why there are none; empty where there are."""
         return "" if self.encoders else "the file holds none"
 
+    @property
+    def unread(self) -> None:
+        """None: what a file holds is read, or the file is refused."""
+        return None
+
     def require(self) -> None:
         """Raise `Unstated` where the vocabulary is needed and nowhere, `HddmError` for one that misfits."""
         if self.encoders:

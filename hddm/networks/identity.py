@@ -117,6 +117,26 @@ class TextEncoderRecord(Record):
     width: int
 
 
+class UnreadTextEncoder(Record):
+    """The text encoder of an expert that hddm could not read, and why.
+
+    ``fingerprint`` is that of a `TextEncoderRecord`; None where the weights could not be read.
+    """
+
+    kind: str
+    reason: str
+    fingerprint: str | None = None
+
+    def misfit(self, encoder: TextEncoderRecord) -> str | None:
+        """How ``encoder`` differs from this one, in words; None where it is this one, or could be."""
+        if self.fingerprint is not None and self.fingerprint != encoder.fingerprint:
+            return f"fingerprint {encoder.fingerprint}, not {self.fingerprint}"
+        return None
+
+    def __str__(self) -> str:
+        return f"unreadable {self.kind} ({self.reason})"
+
+
 def fingerprint(weights: "Mapping[str, Tensor]") -> str:
     """Hash the small tensors in ``weights``, cast to float16, to 16 hexadecimal digits.
 

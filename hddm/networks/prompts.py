@@ -29,7 +29,7 @@ from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_c
 from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Prompts
-from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.text_encoder import (
     STEM,
     Embedded,
@@ -43,6 +43,7 @@ from hddm.networks.text_encoder import (
     refuse_half_characters,
     text_encoder_class,
     text_encoder_record_of,
+    unread_text_encoder,
 )
 from hddm.utils.errors import HddmError, UsageError, an, one_line
 from hddm.utils.files import inside, read_json, write_json
@@ -272,6 +273,16 @@ class PipelineText:
         except HddmError as error:
             return error.message
         return ""
+
+    @functools.cached_property
+    def unread(self) -> UnreadTextEncoder | None:
+        """The text encoder that is there and cannot be read; None without one, and where it can."""
+        if self.folder is None or not self.missing:
+            return None
+        place = self.folder / "text_encoder"
+        if not place.is_dir():
+            return None
+        return unread_text_encoder(place, self.missing, self.variant)
 
     @property
     def held(self) -> tuple[str, ...]:

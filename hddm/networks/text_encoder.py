@@ -3,6 +3,7 @@
 Both are read from local files that are checked before transformers opens them.
 """
 
+import contextlib
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from hddm.networks.encoders import (
 )
 from hddm.networks.families import pipelines
 from hddm.networks.folders import refuse_other_tensors
-from hddm.networks.identity import TextEncoderRecord, fingerprint
+from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, fingerprint
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
@@ -183,6 +184,20 @@ def text_encoder_record_of(
         fingerprint=mark,
         tokens=prompt_length(tokens, model.config),
         width=model.config.hidden_size,
+    )
+
+
+def unread_text_encoder(folder: Path, reason: str, variant: str | None = None) -> UnreadTextEncoder:
+    """What can be known of the text encoder in ``folder``, which cannot be read for this ``reason``."""
+    named, found = None, None
+    with contextlib.suppress(HddmError):
+        named = read_config(folder).get("architectures")
+    with contextlib.suppress(HddmError):
+        _, stored = read_weights(folder, STEM, variant)
+        found = fingerprint({key.removeprefix(_PREFIX): one for key, one in stored.items()})
+    kind = named[0] if isinstance(named, list) and len(named) == 1 else named
+    return UnreadTextEncoder(
+        kind=one_line(kind, 60), reason=one_line(reason, 300), fingerprint=found
     )
 
 

@@ -150,7 +150,7 @@ def _completed_by(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
         found |= {"vae": shard.vae, "unread_vae": None, "latent_scale": shard.vae.scale}
     if record.takes_text and recipe.text_conditional and shard.texts is not None:
         if record.text_encoder is None:
-            found["text_encoder"] = shard.text_encoder
+            found |= {"text_encoder": shard.text_encoder, "unread_text_encoder": None}
         if recipe.condition_dropout:
             nulls.setdefault(TEXT, shard.texts.null)
     return replace(expert, record=record.model_copy(update=found), nulls=nulls)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,38 @@ def test_the_same_vae_is_taken_once_it_can_be_read(tmp_path: Path) -> None:
     write_vae(tmp_path / "own")
     assemble([expert], tmp_path / "out", vae=tmp_path / "own")
     assert vae_record_of(tmp_path / "out" / "vae") == vae_record_of(tmp_path / "own")
+
+
+def test_a_text_encoder_that_cannot_be_read_is_recorded_and_another_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    source, expert = _text_pipeline(tmp_path / "sd"), tmp_path / "expert"
+    shutil.copytree(source / "text_encoder", tmp_path / "own")
+    texts = {"text_encoder": tmp_path / "own", "tokenizer": source / "tokenizer"}
+    edit_json(source / "text_encoder/config.json", architectures=["NewTextModel"])
+    write(plan_conversion(source, Conversion()), expert, check=False)
+    record = read_expert_record(expert)
+    assert record.text_encoder is None
+    unread = record.unread_text_encoder
+    assert unread is not None
+    assert unread.kind == "NewTextModel"
+    assert str(tmp_path) not in unread.reason
+    # The same weights under a class that hddm reads.
+    assemble([expert], tmp_path / "same", **texts)
+
+    write_clip(tmp_path / "other", seed=1)
+    other = tmp_path / "other/text_encoder"
+    error = refusal(assemble, [expert], tmp_path / "out", **(texts | {"text_encoder": other}))
+    assert f"{expert} has an unreadable NewTextModel (" in error
+    assert "convert it anew beside a text encoder of its own that can be read" in error
+
+    # Without weights nothing says which encoder it was.
+    (source / "text_encoder/model.safetensors").unlink()
+    write(plan_conversion(source, Conversion()), tmp_path / "unknown", check=False)
+    error = refusal(assemble, [tmp_path / "unknown"], tmp_path / "out", **texts)
+    assert f"pass `trust_components` if it is that in {tmp_path / 'own'}" in error
+    notes = assemble([tmp_path / "unknown"], tmp_path / "out", trust_components=True, **texts)
+    assert any(note.endswith("taken on trust") for note in notes)
 
 
 def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_read(

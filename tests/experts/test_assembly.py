@@ -9,7 +9,7 @@ import torch
 
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.experts.assembly import assemble
+from hddm.experts.assembly import assemble, change
 from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_model_index
 from hddm.experts.expert import field_of
 from hddm.experts.records import EXPERT_FILE
@@ -199,18 +199,28 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
     unknown = _latent(
         trio.experts[1], tmp_path / "unknown", vae=None, text_encoder=None, latent_scale=None
     )
-    notes = assemble([known, unknown], tmp_path / "out")
-    for what in ("VAE", "text encoder", "latent_scale"):
+    refused = _refusal([known, unknown], tmp_path / "out")
+    assert refused == [
+        f"{unknown}: does not record its VAE; pass `trust_components` if it is that of the others; does not "
+        "record its text encoder; pass `trust_components` if it is that of the others"
+    ]
+    notes = assemble([known, unknown], tmp_path / "out", trust_components=True)
+    for what in ("VAE", "text encoder", "latent scale"):
         assert f"{unknown} does not record its {what}; taken on trust" in notes
+    trusted = [one["trusted"] for one in read_json(tmp_path / "out/ensemble.json")["experts"][1:]]
+    assert trusted == [["vae", "text_encoder"]]
+    assert "trusted" not in read_json(tmp_path / "out/ensemble.json")["experts"][0]
+    # What was decided is not asked again.
+    change(tmp_path / "out", strategy="draw")
     high = _latent(trio.experts[0], tmp_path / "high", shard=None, noise_range=(0.6, 1.0))
     low = _latent(trio.experts[1], tmp_path / "low", shard=None, noise_range=(0.0, 0.6), vae=None)
-    assemble([high, low], tmp_path / "pair", domain=[["high", "low"]])
+    assemble([high, low], tmp_path / "pair", domain=[["high", "low"]], trust_components=True)
 
 
 def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: Path) -> None:
     silent = _latent(trio.experts[0], tmp_path / "silent", vae=None, text_encoder=None)
     known = _latent(trio.experts[1], tmp_path / "known")
-    assemble([silent, known], tmp_path / "out")
+    assemble([silent, known], tmp_path / "out", trust_components=True)
     vae, text = VAE | {"fingerprint": "c" * 16}, TEXT | {"fingerprint": "d" * 16}
     edit_members(tmp_path / "out", vae=[vae, None], text_encoder=[text, None])
     for chosen in (None, [0, 1], [1, 0]):
@@ -277,7 +287,10 @@ def test_components_without_a_record_are_compared_by_scale_and_width(
     parts = _components(tmp_path, {"scaling_factor": 0.5}, {"width": 16})
     expert = _latent(trio.experts[0], tmp_path / "expert", vae=None, text_encoder=None)
     edit_json(expert / "config.json", text_dim=4096)
-    assert _refusal([expert], tmp_path / "out", **parts) == [
+    first, *_ = _refusal([expert], tmp_path / "out", **parts)
+    assert f"pass `trust_components` if it is that in {tmp_path / 'vae'}" in first
+    assert f"pass `trust_components` if it is that in {tmp_path / 'text_encoder'}" in first
+    assert _refusal([expert], tmp_path / "out", trust_components=True, **parts) == [
         f"{tmp_path / 'vae'}: scale 0.5, and {expert} has 0.18215",
         f"{tmp_path / 'text_encoder'}: tokens 16 wide, and {expert} takes 4096",
     ]

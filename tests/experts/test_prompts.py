@@ -95,7 +95,9 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     expected = topic_of(embed(encoder, tokenizer, ["a cat", "cats"]).pooled)
     torch.testing.assert_close(topic.means, expected.means, rtol=1e-3, atol=1e-3)
     assert topic.parts.tolist() == [0.5, 0.5]
-    assert assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both", **texts)
+    assert assemble(
+        [tmp_path / "a", tmp_path / "b"], tmp_path / "both", **texts, trust_components=True
+    )
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     given = pipe.encode(["a cat", "dog"])
     assert given.prior.argmax(1).tolist() == [0, 1]
@@ -250,7 +252,9 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
     for name, expert in (("classes", by_class), ("text", by_text)):
         saved(tmp_path / name, expert)
     texts = texts_in(tmp_path)
-    assemble([tmp_path / "classes", tmp_path / "text"], tmp_path / "both", **texts)
+    assemble(
+        [tmp_path / "classes", tmp_path / "text"], tmp_path / "both", **texts, trust_components=True
+    )
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     given = pipe.encode(["a cat", "a Dog!", "hot dogs", "one hot dog"])
     assert given.prior.tolist() == [[0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]]
@@ -285,14 +289,14 @@ def test_a_class_that_a_prompt_names_goes_to_those_who_have_its_images(tmp_path:
             flow_expert(seed, latents | {"shard": shard}, in_channels=4, num_classes=2),
         )
     asked, experts = ["a seven", "one eight"], [tmp_path / "old", tmp_path / "new"]
-    assemble(experts, tmp_path / "both")
+    assemble(experts, tmp_path / "both", trust_components=True)
     # No text encoder is needed to find names.
     given = HDDMPipeline.from_pretrained(tmp_path / "both").encode(asked)
     assert torch.equal(given.prior, torch.tensor([[0.75, 0.25], [0, 1]], dtype=torch.float64))
     # With topics they decide, but not against what is known of the classes.
     for expert, text in zip(experts, ("a seven, one eight", "a seven"), strict=True):
         describe_topic(expert, text=text, **texts)
-    assemble(experts, tmp_path / "described", **texts)
+    assemble(experts, tmp_path / "described", **texts, trust_components=True)
     given = HDDMPipeline.from_pretrained(tmp_path / "described").encode(asked)
     assert given.prior[1].tolist() == [0, 1]
     assert (given.prior[0] > 0).all()
@@ -371,7 +375,7 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
     converted(hddm, two_encoders / "sd", sd)
     converted(hddm, source, px)
     both = tmp_path / "both"
-    assemble([sd, px], both, **texts)
+    assemble([sd, px], both, **texts, trust_components=True)
     assert derived(both).texts == (0, 1)
     change(both, share={"0": 0.3})
     assert derived(both).texts == (0, 1)
