@@ -1,12 +1,15 @@
 """What the script keeps of an output: its hash, and what tells a rounding error from another result."""
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +26,7 @@ OWN_TO_A_RUN = {
 """Keys of JSON documents whose values are versions, times, or hashes of files that hold these."""
 MODELS = {"expert.json", "router.json", "ensemble.json"}
 """Records beside which a manifest holds hashes of files with times."""
+_PNG = b"\x89PNG"
 PROSE = {".html", ".md"}
 """Suffixes of files that are read by people alone."""
 
@@ -30,6 +34,9 @@ PROSE = {".html", ".md"}
 def digest(value: Value) -> Digest:
     """The SHA-256 of a value, what kind of value it is, and for tensors their norm."""
     sha256 = hashlib.sha256()
+    if isinstance(value, bytes) and value.startswith(_PNG):
+        # A picture also says how it was made, and by which release.
+        value = torch.from_numpy(np.array(Image.open(io.BytesIO(value))))
     if isinstance(value, bytes):
         sha256.update(value)
         return {"sha256": sha256.hexdigest(), "kind": f"{len(value)} bytes"}

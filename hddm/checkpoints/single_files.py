@@ -17,9 +17,9 @@ from hddm.checkpoints.layouts import (
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.ldm_parts import VAE, FilePart, parts_of, zero_padded
 from hddm.checkpoints.lora_files import is_lora
+from hddm.checkpoints.quantised import read_dequantised
 from hddm.checkpoints.source_names import NamePair, SourceNames
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
-from hddm.networks.components import read_file
 from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.file_text import FileText
 from hddm.networks.folders import empty_network, refuse_quantised
@@ -45,7 +45,8 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 def open_file(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint in one file; refuses an unknown layout."""
-    content = read_file(path, reading.allow_pickle)
+    stored = read_dequantised(path, reading.allow_pickle)
+    content = stored.content
     if is_lora(content):
         text = "is a LoRA, which changes another network; pass that network's expert as `base`"
         raise HddmError(f"{path}: {text}")
@@ -53,7 +54,9 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     # A file of latent diffusion has averaged copies beside the weights, in one set.
     _refuse_several(networks, len(networks) > 1, path)
     if networks:
-        return _open_ldm(next(iter(networks.values())), path, reading)
+        opened = _open_ldm(next(iter(networks.values())), path, reading)
+        notes = (*opened.declared.notes, *stored.notes)
+        return replace(opened, declared=replace(opened.declared, notes=notes))
     for option in ("preset", "tokenizer"):
         if getattr(reading, option) is not None:
             raise UsageError(f"`{option}`: {path} is no single file of Stable Diffusion; drop it")
@@ -67,7 +70,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     network = empty_network(layout.family.network, arguments, len(weights), str(path))
     declared = layout.declared(weights, arguments, reading, str(path))
     header = read_headers([path])
-    declared = replace(declared, notes=(*declared.notes, *header.notes))
+    declared = replace(declared, notes=(*declared.notes, *header.notes, *stored.notes))
     if layout.scheduler is not None:
         origin = f"the code of layout {layout.name}"
         declared = replace(

@@ -75,9 +75,10 @@ def _lora_in(path: Path, allow_pickle: bool) -> LoraFile | None:
     path = lora_file(path)
     if not path.is_file() or path.suffix == ".json":
         return None
-    if file_kind(path) == "safetensors":
+    kind = file_kind(path)
+    if kind == "safetensors":
         return read_lora(path) if is_lora(read_header(path)[0]) else None
-    if not allow_pickle:
+    if kind == "gguf" or not allow_pickle:
         return None
     content = read_any(path, allow_pickle)
     return read_lora(path, allow_pickle) if isinstance(content, list) or is_lora(content) else None

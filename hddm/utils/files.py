@@ -409,7 +409,7 @@ def read_whole(path: Path, largest: int) -> bytes:
     return content
 
 
-FileKind = Literal["safetensors", "torch-zip", "pickle"]
+FileKind = Literal["safetensors", "gguf", "torch-zip", "pickle"]
 
 _LARGEST_HEADER = 100_000_000
 """Bytes of the largest safetensors header that the library accepts."""
@@ -422,7 +422,7 @@ def identity_of(path: Path) -> tuple[int, ...]:
 
 
 def file_kind(path: Path) -> FileKind:
-    """``"safetensors"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
+    """``"safetensors"``, ``"gguf"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
 
     Raises `HddmError` for a missing, empty or unknown file, and for anything but a regular one.
     """
@@ -436,10 +436,10 @@ def file_kind(path: Path) -> FileKind:
         return "safetensors"
     if pickled:
         return "pickle"
+    if head.startswith(b"GGUF"):
+        return "gguf"
     if head.startswith(b"version https"):
         why = "is a Git LFS pointer, not the weights; fetch them with git lfs pull"
-    elif head.startswith(b"GGUF"):
-        why = "is a quantised file (GGUF), which hddm does not read; use the version in float16 or float32"
     elif head.lstrip().startswith(b"{"):
         why = "is JSON, not weights; name the folder that it belongs to"
     else:
@@ -450,7 +450,7 @@ def file_kind(path: Path) -> FileKind:
 def refuse_pickle(path: Path, allow_pickle: bool) -> None:
     """Refuse a weights file that is a pickle, unless it is allowed; raises as `file_kind`."""
     kind = file_kind(path)
-    if kind != "safetensors" and not allow_pickle:
+    if kind not in ("safetensors", "gguf") and not allow_pickle:
         text = "use the safetensors version, or pass `allow_pickle=True` to read only its tensors"
         raise HddmError(f"{path}: is a pickle ({kind}), which can carry code; {text}")
 

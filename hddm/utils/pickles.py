@@ -50,6 +50,9 @@ def read_any(path: Path, allow_pickle: bool) -> dict[str, Any] | list[Any]:
     or costs much more than it holds.
     """
     refuse_pickle(path, allow_pickle)
+    if file_kind(path) == "gguf":
+        text = "is a GGUF file, which hddm reads where it holds a network to convert; use safetensors here"
+        raise HddmError(f"{path}: {text}")
     before = identity_of(path)
     problem = _known_problem(path) or _problem(path)
     if problem:

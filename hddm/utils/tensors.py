@@ -144,9 +144,11 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Shapes and dtypes by tensor name, and metadata, without tensors; raises as `read_safetensors`."""
-    if file_kind(path) != "safetensors":
+    kind = file_kind(path)
+    if kind != "safetensors":
+        found = "GGUF" if kind == "gguf" else "a pickle"
         raise HddmError(
-            f"{path}: cannot be read as safetensors (it is a pickle); use a safetensors version"
+            f"{path}: cannot be read as safetensors (it is {found}); use a safetensors version"
         )
     tensors = {}
     try:
