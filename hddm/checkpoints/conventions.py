@@ -123,7 +123,8 @@ def resolve_conventions(
     for place, value in source.header.predictions.items():
         stated.append(Stated(value, place))
     if is_rule and by_user is None:
-        stated.append(Stated(default_prediction_type(config), origin))
+        by_rule = declared_prediction_type(config) or default_prediction_type(config)
+        stated.append(Stated(by_rule, origin))
     found, place = _agreed(source, stated, by_user is not None)
     if found is None:
         found, place = _default_of(source, config, origin, notes)

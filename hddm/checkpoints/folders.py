@@ -10,7 +10,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.headers import read_headers
-from hddm.checkpoints.single_files import FILE_LAYOUTS
+from hddm.checkpoints.single_files import file_layouts
 from hddm.checkpoints.source_names import read_source_names
 from hddm.checkpoints.sources import (
     Checkpoint,
@@ -82,7 +82,7 @@ def folder_layouts() -> Mapping[str, Family]:
     Raises `HddmError` for one of an installed package with the name of a layout of single files.
     """
     found = layouts()
-    for name in found.keys() & FILE_LAYOUTS.keys():
+    for name in found.keys() & file_layouts().keys():
         raise HddmError(
             f"layout {name} of the family of {found[name].name}: is one of single files; rename it in the "
             "package that has the family, or uninstall it"

@@ -13,6 +13,7 @@ names with another meaning, and nothing in them distinguishes the two. PixArt ha
 them, they must match a known scale.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,8 +45,9 @@ class FileLayout:
         markers: keys that every file of this layout has; no file of another layout has all of them.
         family: of the network that computes the same function.
         arguments: its arguments, from the tensors and the user's options.
-        table: maps names of both sides, from the network's names, its arguments and the origin for errors.
-        forward: the layout's own network over its own names, for the check of a conversion.
+        table: maps names of both sides, from the network's tensors, its arguments and the origin for errors.
+        forward: the layout's own network over its own names, for the check of a conversion; None where that
+            is the class itself.
         declared: from the file's tensors, the arguments, the user's options and the origin for errors.
         scheduler: training schedule fixed by the layout's code, as a diffusers config; None if it fixes none.
         nulls: foreign tensors that stand for no condition, by condition.
@@ -55,11 +57,17 @@ class FileLayout:
     markers: tuple[str, ...]
     family: Family
     arguments: Callable[[Weights, Reading, str], dict[str, Any]]
-    table: Callable[[Iterable[str], Mapping[str, Any], str], KeyTable]
-    forward: Callable[[Weights, Mapping[str, Any]], Forward]
+    table: Callable[[Weights, Mapping[str, Any], str], KeyTable]
+    forward: Callable[[Weights, Mapping[str, Any]], Forward] | None
     declared: Callable[[Weights, Mapping[str, Any], Reading, str], Declared]
     scheduler: Mapping[str, Any] | None
     nulls: Mapping[str, str] = field(default_factory=dict)
+
+    def forward_over(
+        self, weights: Weights, arguments: Mapping[str, Any]
+    ) -> Callable[[], Forward] | None:
+        """Builds the layout's own network over ``weights``; None where that is the class itself."""
+        return None if self.forward is None else functools.partial(self.forward, weights, arguments)
 
 
 class Modules:

@@ -28,7 +28,7 @@ from diffusers.loaders.single_file_utils import (
 from torch import Tensor
 
 from hddm.checkpoints.sources import KeyTable, Pair, Weights
-from hddm.networks.components import Held
+from hddm.networks.components import STEM, Held
 from hddm.networks.encoders import CLIP, CLIP_PROJECTED, KL
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.utils.errors import HddmError
@@ -98,7 +98,7 @@ def parts_of(others: Weights, latents: Mapping[str, Any], path: Path) -> dict[st
     rest = dict(others)
     vae = _taken(rest, _VAE)
     if vae:
-        found[VAE] = _vae(vae, latents, path)
+        found[VAE] = vae_part(vae, _VAE, latents, path)
     for encoder in _ENCODERS:
         weights = _taken(rest, encoder.prefix)
         if weights and encoder.name in found:
@@ -162,13 +162,14 @@ def _part(
     return FilePart(table, held, kept)
 
 
-def _vae(weights: dict[str, Tensor], latents: Mapping[str, Any], path: Path) -> FilePart:
-    origin = f"{path}: its VAE ({_VAE})"
+def vae_part(
+    weights: dict[str, Tensor], prefix: str, latents: Mapping[str, Any], path: Path
+) -> FilePart:
+    """The VAE whose tensors are ``weights`` in the file, without their ``prefix``; ``latents`` as above."""
+    origin = f"{path}: its VAE ({prefix})"
     config = {**_vae_config(weights, origin), **latents}
     convert = functools.partial(convert_ldm_vae_checkpoint, config=config)
-    return _part(
-        weights, _VAE, _probed(weights, convert), {}, config, path, "diffusion_pytorch_model"
-    )
+    return _part(weights, prefix, _probed(weights, convert), {}, config, path, STEM)
 
 
 def _vae_config(weights: Weights, origin: str) -> dict[str, Any]:

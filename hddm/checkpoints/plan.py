@@ -176,7 +176,9 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
                 f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own"
             )
         built = _with_text(source, tensors, conversion.text_dim)
-    interface = _stated(lambda: _interface(built, source, conversion.sample_size), missing)
+    interface = _stated(
+        lambda: _interface(built, source, conversion.sample_size or source.sample_size), missing
+    )
     conventions = _stated(
         lambda: resolve_conventions(source, conversion.schedule, conversion.prediction_type),
         missing,

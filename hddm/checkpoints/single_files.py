@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hddm.checkpoints import ldm
+from hddm.checkpoints.author_files import author_layouts, open_author_file, recognised
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
@@ -18,8 +19,8 @@ from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.ldm_parts import VAE, FilePart, parts_of, zero_padded
 from hddm.checkpoints.lora_files import is_lora
 from hddm.checkpoints.quantised import read_dequantised
-from hddm.checkpoints.source_names import NamePair, SourceNames
-from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
+from hddm.checkpoints.source_names import SourceNames
+from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set, with_notes
 from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.file_text import FileText
 from hddm.networks.folders import empty_network, refuse_quantised
@@ -30,8 +31,6 @@ from hddm.utils.errors import HddmError, UsageError
 
 _WITHOUT_PREFIX = (FACEBOOK_DIT, PIXART_ORIGINAL)
 """Layouts that are recognised after removing prefixes which wrappers put before all names, as ``module.``."""
-FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (*_WITHOUT_PREFIX, LDM)}
-"""All layouts by name. The names of latent diffusion begin with a prefix of their own: it is tried first."""
 _RAW, _EMA = (
     ("model", "state_dict"),
     ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict"),
@@ -41,6 +40,12 @@ _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EM
 _TOP = ""
 _INNER = ("shadow", "shadow_params", "module", "model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+def file_layouts() -> dict[str, FileLayout]:
+    """All layouts of single files by name."""
+    own = {one.name: one for one in (*_WITHOUT_PREFIX, LDM)}
+    return {**own, **author_layouts()}
 
 
 def open_file(path: Path, reading: Reading) -> Checkpoint:
@@ -55,8 +60,10 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     _refuse_several(networks, len(networks) > 1, path)
     if networks:
         opened = _open_ldm(next(iter(networks.values())), path, reading)
-        notes = (*opened.declared.notes, *stored.notes)
-        return replace(opened, declared=replace(opened.declared, notes=notes))
+        return with_notes(opened, stored.notes)
+    tensors = _tensors(content)
+    if (found := recognised(tensors)) is not None:
+        return with_notes(open_author_file(tensors, *found, path, reading), stored.notes)
     for option in ("preset", "tokenizer"):
         if getattr(reading, option) is not None:
             raise UsageError(f"`{option}`: {path} is no single file of Stable Diffusion; drop it")
@@ -84,7 +91,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         network=network,
         arguments=arguments,
         table=layout.table(network.state_dict(), arguments, str(path)),
-        forward=lambda: layout.forward(weights, arguments),
+        forward=layout.forward_over(weights, arguments),
         declared=declared,
         sets=tuple(sets),
         chosen=chosen,
@@ -136,7 +143,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
         network=network,
         arguments=arguments,
         table=LDM.table(network.state_dict(), arguments, origin),
-        forward=lambda: LDM.forward(weights, arguments),
+        forward=LDM.forward_over(weights, arguments),
         declared=replace(declared, notes=tuple(notes), kept=kept),
         sets=tuple(sets),
         chosen=chosen,
@@ -173,19 +180,7 @@ def _text_of(
 
 def _names_of(parts: Mapping[str, FilePart], root: str, metadata: Mapping[str, str]) -> SourceNames:
     """What is kept of the names in a file."""
-    named = {}
-    for name, part in parts.items():
-        pairs = []
-        for pair in part.table.pairs:
-            (foreign,) = pair.foreign
-            kept = NamePair(
-                foreign=foreign,
-                ours=pair.ours,
-                is_transposed=pair.is_transposed,
-                ones=pair.ones,
-            )
-            pairs.append(kept)
-        named[name] = tuple(pairs)
+    named = {name: part.table.name_pairs for name, part in parts.items()}
     return SourceNames(root=root, parts=named, metadata=dict(metadata))
 
 
@@ -299,7 +294,7 @@ def _layout(sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], path: Path)
             names += tensors
         some = ", ".join(sorted(names)[:5]) or "no tensors at all"
         raise HddmError(
-            f"{path}: of no known layout ({some}, …): known are {', '.join(FILE_LAYOUTS)}; a "
+            f"{path}: of no known layout ({some}, …): known are {', '.join(file_layouts())}; a "
             "diffusers model is a folder with its config.json"
         )
     return next(iter(candidates.values()))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import Header
 from hddm.checkpoints.presets import Preset
-from hddm.checkpoints.source_names import SourceNames
+from hddm.checkpoints.source_names import NamePair, SourceNames
 from hddm.experts.records import ExpertRecord
 from hddm.networks.components import Held
 from hddm.networks.families import Family, known_family
@@ -32,21 +32,25 @@ Forward = Callable[[Tensor, Tensor, Weights], Tensor]
 
 @dataclass(frozen=True)
 class Pair:
-    """Foreign and own tensors that hold the same rows when joined, in equal parts on either side.
+    """Foreign and own tensors that hold the same rows when joined.
 
-    One tensor may have another shape on our side: with ``is_transposed``, and without the foreign one's last
-    ``ones`` dimensions of size 1, where that is a convolution over single pixels.
+    Where one foreign tensor is several here, these have ``rows`` of it each, by default equal parts. One
+    tensor may have another shape on our side: with ``is_transposed``, and without the foreign one's last
+    ``ones`` dimensions of size 1, where that is a convolution over single pixels. With ``swaps_halves``, the
+    first half of its rows is our second one.
     """
 
     foreign: tuple[str, ...]
     ours: tuple[str, ...]
     is_transposed: bool = False
     ones: int = 0
+    rows: tuple[int, ...] = ()
+    swaps_halves: bool = False
 
     @property
     def back(self) -> "Pair":
         """The pair that leads from our side to the foreign one."""
-        return Pair(self.ours, self.foreign, self.is_transposed, -self.ones)
+        return replace(self, foreign=self.ours, ours=self.foreign, ones=-self.ones, rows=())
 
 
 def same(foreign: str, ours: str) -> Pair:
@@ -75,6 +79,18 @@ class KeyTable:
 
     pairs: Sequence[Pair]
     benign: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name_pairs(self) -> tuple[NamePair, ...]:
+        """What an expert keeps of a table whose foreign tensors are one each."""
+        kept = []
+        for pair in self.pairs:
+            (foreign,) = pair.foreign
+            one = NamePair(
+                foreign=foreign, ours=pair.ours, is_transposed=pair.is_transposed, ones=pair.ones
+            )
+            kept.append(one)
+        return tuple(kept)
 
     def to_ours(self, weights: Weights, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
         """The network's tensors, read when written, and benign ones by their foreign names.
@@ -118,7 +134,7 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
     planned: list[Planned] = []
     for pair in pairs:
         tensors = [_reshaped(weights[name], name, pair, origin) for name in pair.foreign]
-        planned += _divided(tensors, pair.ours, origin)
+        planned += _divided(tensors, pair, origin)
     return planned
 
 
@@ -130,24 +146,27 @@ def _reshaped(tensor: Tensor, name: str, pair: Pair, origin: str) -> Tensor:
         tensor = tensor.reshape(tensor.shape[: -pair.ones])
     elif pair.ones < 0:
         tensor = tensor.reshape(*tensor.shape, *(1,) * -pair.ones)
+    if pair.swaps_halves:
+        tensor = tensor.roll(tensor.shape[0] // 2, 0)
     return tensor.mT if pair.is_transposed else tensor
 
 
-def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> list[Planned]:
-    """Rows of several tensors joined into one, or of one tensor divided evenly."""
-    first, rows = tensors[0], 0
+def _divided(tensors: Sequence[Tensor], pair: Pair, origin: str) -> list[Planned]:
+    """Rows of several tensors joined into one, or of one tensor divided."""
+    targets, first, rows = pair.ours, tensors[0], 0
     for tensor in tensors:
         rows += tensor.shape[0] if tensor.ndim else 1
     if len(tensors) == 1 and len(targets) == 1:
         return [as_planned(targets[0], first)]
     alike = {(tensor.ndim, tensor.shape[1:], tensor.dtype) for tensor in tensors}
-    if len(alike) > 1 or rows % len(targets):
+    fits = rows == sum(pair.rows) if pair.rows else rows % len(targets) == 0
+    if len(alike) > 1 or not fits:
         names = ", ".join(targets)
         raise HddmError(
             f"{origin}: tensors of {[tuple(t.shape) for t in tensors]} do not make up {names}"
         )
     if len(targets) > 1:
-        parts = first.chunk(len(targets))
+        parts = first.split(pair.rows) if pair.rows else first.chunk(len(targets))
         return [as_planned(name, part) for name, part in zip(targets, parts, strict=True)]
     joined = functools.partial(torch.cat, list(tensors))
     return [Planned(targets[0], (rows, *first.shape[1:]), first.dtype, joined)]
@@ -207,6 +226,8 @@ class Checkpoint:
     text: PipelineText | FileText = field(default_factory=PipelineText)
     components: Mapping[str, Component] = field(default_factory=dict)
     """VAE, text encoder and tokenizer that its expert keeps, by name."""
+    sample_size: int | None = None
+    """Side of its samples, for a network whose config does not state it."""
     names: SourceNames | None = None
     """The names that its tensors have in a single file, for the way back."""
     variant: str | None = None
@@ -223,6 +244,12 @@ class Checkpoint:
     def class_name(self) -> str:
         """The class of its network."""
         return type(self.network).__name__
+
+
+def with_notes(checkpoint: Checkpoint, notes: Sequence[str]) -> Checkpoint:
+    """The checkpoint with more notes for the user."""
+    declared = checkpoint.declared
+    return replace(checkpoint, declared=replace(declared, notes=(*declared.notes, *notes)))
 
 
 def choose_set(sets: Mapping[WeightSet, Any], chosen: WeightSet | None, origin: str) -> WeightSet:

@@ -15,7 +15,7 @@ from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert
 from hddm.checkpoints.ldm import LDM, to_root
 from hddm.checkpoints.ldm_parts import VAE
 from hddm.checkpoints.plan import Built
-from hddm.checkpoints.single_files import FILE_LAYOUTS
+from hddm.checkpoints.single_files import file_layouts
 from hddm.checkpoints.source_names import NamePair
 from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, as_planned
 from hddm.experts.components import components_of
@@ -68,7 +68,7 @@ def write_back(
     Raises `HddmError` for a layout that is unknown, that cannot hold this network, or in which its weights
     would mean something else.
     """
-    known = [*FILE_LAYOUTS, *folder_layouts()]
+    known = [*file_layouts(), *folder_layouts()]
     if layout not in known:
         raise UsageError(f"`to_layout` {layout}: {choose(layout, known)}; {may_be_added()}")
     if not (folder / EXPERT_FILE).is_file():
@@ -81,7 +81,7 @@ def write_back(
     family = _family_of(layout)
     _refuse_misfit(source, record, layout, family)
     pipeline = None
-    if layout not in FILE_LAYOUTS:
+    if layout not in file_layouts():
         with errors_as(HddmError, f"`to_layout` {layout}"):
             pipeline = family.pipeline(source.arguments, _text_encoder_of(folder, record))
     check_absent(out, RECORD, overwrite)
@@ -117,7 +117,7 @@ def _notes(folder: Path, record: ExpertRecord, layout: str) -> list[str]:
 
 def _family_of(layout: str) -> Family:
     """The family of networks that a layout holds."""
-    return FILE_LAYOUTS[layout].family if layout in FILE_LAYOUTS else folder_layouts()[layout]
+    return file_layouts()[layout].family if layout in file_layouts() else folder_layouts()[layout]
 
 
 def _text_encoder_of(folder: Path, record: ExpertRecord) -> TextEncoderRecord | None:
@@ -139,9 +139,9 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
             f"`to_layout` {layout}: cannot hold the {source.class_name} of {source.path}"
         )
     chain = record.source
-    if layout not in FILE_LAYOUTS or (chain is not None and chain.first.layout == layout):
+    if layout not in file_layouts() or (chain is not None and chain.first.layout == layout):
         return
-    scheduler, own = FILE_LAYOUTS[layout].scheduler, from_config(record.schedule)
+    scheduler, own = file_layouts()[layout].scheduler, from_config(record.schedule)
     is_rule = scheduler is not None and record.prediction_type == scheduler["prediction_type"]
     if is_rule and scheduler is not None:
         rule = from_diffusers(scheduler)
@@ -159,7 +159,7 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
 
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> list[str]:
     """Write the file with all that the expert has of the one that it comes from; lines on what it lacks."""
-    table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"`to_layout` {layout}")
+    table = file_layouts()[layout].table(source.weights, source.arguments, f"`to_layout` {layout}")
     prefix = record.source.first.prefix if record.source else ""
     planned = table.to_foreign(source.weights, source.declared.kept, str(source.path))
     planned = [replace(one, name=prefix + one.name) for one in planned]
@@ -167,6 +167,7 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
     metadata: Mapping[str, str] = {"format": "pt"}
     if layout == LDM.name and names is not None:
         planned = [replace(one, name=to_root(one.name, names.root)) for one in planned]
+    if names is not None:
         metadata = names.metadata
         for part, pairs in names.parts.items():
             place = _folder_of(source.path, part)

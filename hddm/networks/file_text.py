@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hddm.networks.components import MODEL_INDEX, Held
 from hddm.networks.encoders import CLIP_TOKENIZER
-from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.prompts import encoder_classes, index_content, joint_record
 from hddm.networks.text_encoder import (
     embed,
@@ -78,6 +78,7 @@ class FileText:
         zero_padded: names of those that are padded with the word 0.
         pipeline: the class of the pipeline where there are several.
         vocabulary: folder of a tokenizer; None for the one of open-clip-torch.
+        left_out: text encoders in the file that are not read.
     """
 
     path: Path
@@ -85,6 +86,7 @@ class FileText:
     zero_padded: Sequence[str] = ()
     pipeline: str | None = None
     vocabulary: Path | None = None
+    left_out: UnreadTextEncoder | None = None
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -94,12 +96,14 @@ class FileText:
     @property
     def missing(self) -> str:
         """Reason why there are none; empty where there are."""
+        if self.left_out is not None:
+            return f"those of the file are left out: {self.left_out.reason}"
         return "" if self.encoders else "the file holds none"
 
     @property
-    def unread(self) -> None:
-        """None: what a file holds is read, or the file is refused."""
-        return None
+    def unread(self) -> UnreadTextEncoder | None:
+        """What is recorded of text encoders in the file that are not read."""
+        return self.left_out
 
     def require(self) -> None:
         """Raise `Unstated` where the vocabulary is needed and nowhere, `HddmError` for one that misfits."""

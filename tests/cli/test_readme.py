@@ -93,6 +93,16 @@ def test_contributing_says_what_to_change_in_few_words() -> None:
         assert [cell for cell in cells if len(cell) > 300] == []
 
 
+def test_the_tables_of_files_name_tests_that_exist() -> None:
+    found = set[str]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        found |= set(re.findall(r"^def (test_\w+)", path.read_text(), re.M))
+    for page in ("convert.md", "lora.md"):
+        named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/guides" / page).read_text()))
+        assert len(named) > 10
+        assert named <= found
+
+
 def test_its_first_screen_shows_the_two_commands_that_set_up_a_fresh_machine() -> None:
     first = next(code for code in BLOCKS if code.page == "README.md")
     assert [words[:2] for words in _words(first)] == [["make", "quickstart"], ["make", "test"]]

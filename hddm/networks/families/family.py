@@ -126,6 +126,25 @@ class ForeignLayer:
     """True if the first half of the rows is the second one here, as of shift and scale."""
 
 
+@dataclass(frozen=True)
+class SingleFile:
+    """How the code of a network's authors stores it in one file.
+
+    Args:
+        layout: its name, as in ``--to-layout``.
+        markers: names of tensors that every such file has, and no file of another layout.
+        scale: of the latents that it takes (`hddm.networks.identity.Scaling`).
+        shift: of these.
+        sample_size: side of a sample, by default.
+    """
+
+    layout: str
+    markers: tuple[str, ...]
+    scale: float
+    shift: float
+    sample_size: int
+
+
 class Family:
     """One kind of network.
 
@@ -140,6 +159,8 @@ class Family:
     writes."""
     former_norm: str = ""
     """``norm_type`` of diffusers' former all-in-one class, ``Transformer2DModel``, that meant this one."""
+    single_file: SingleFile | None = None
+    """How its authors store it; None where hddm reads its folders alone."""
     depths: tuple[tuple[str, ...], ...] = (("num_layers",),)
     """Keys of its config that multiply to a number of modules, the largest of each group."""
     computed: tuple[str, ...] = ()
@@ -338,6 +359,21 @@ class Family:
     def foreign_layers(self, config: Config) -> Mapping[str, ForeignLayer]:
         """Layers by their names in the code of the network's authors, which LoRA files of other tools use."""
         return {}
+
+    def foreign_tensors(self, config: Config) -> Mapping[str, str]:
+        """Tensors of no layer, by their names in the code of the network's authors."""
+        return {}
+
+    def file_arguments(self, weights: Tensors, origin: str) -> dict[str, Any]:
+        """Arguments of the network in a `single_file`, by the shapes of tensors under its authors' names.
+
+        ``origin`` is the file, for errors.
+        """
+        raise NotImplementedError
+
+    def file_scheduler(self, arguments: Config) -> dict[str, Any]:
+        """The training schedule and sampling shift that the authors' code fixes, as a config of diffusers."""
+        raise NotImplementedError
 
     def licence(self, arguments: Config) -> str | None:
         """Licence of released weights that are known by these arguments, None if there are none."""

@@ -19,10 +19,12 @@ from hddm.networks.families.family import (
     ForeignLayer,
     Pipeline,
     Prompts,
+    SingleFile,
     Taken,
     Tensors,
 )
 from hddm.utils.errors import HddmError
+from hddm.utils.tensors import count_blocks, shape_of
 
 GUIDANCE = 3.5
 """Guidance that is embedded into the network, as of FLUX.1 [dev]; diffusers' default."""
@@ -44,6 +46,14 @@ class Flux(Family):
             prompts=Prompts((CLIP, T5), POOLED, t5_tokens=512, encodes_negatives=False),
             has_text=True,
         ),
+    )
+    # github.com/black-forest-labs/flux, src/flux/util.py.
+    single_file = SingleFile(
+        "flux",
+        ("double_blocks.0.img_attn.norm.query_norm.scale", "single_blocks.0.linear1.weight"),
+        scale=0.3611,
+        shift=0.1159,
+        sample_size=128,
     )
     time_factor = 1000.0
     settings = ("guidance",)
@@ -123,6 +133,47 @@ class Flux(Family):
                 found[f"single_blocks.{n}.{name}"] = ForeignLayer(layers)
         return found
 
+    def foreign_tensors(self, config: Config) -> Mapping[str, str]:
+        found = {}
+        for n in range(config["num_layers"]):
+            for name, ours in _DOUBLE_NORMS.items():
+                found[f"double_blocks.{n}.{name}.scale"] = f"transformer_blocks.{n}.{ours}.weight"
+        for n in range(config["num_single_layers"]):
+            for name, ours in _SINGLE_NORMS.items():
+                own = f"single_transformer_blocks.{n}.{ours}.weight"
+                found[f"single_blocks.{n}.{name}.scale"] = own
+        return found
+
+    def file_arguments(self, weights: Tensors, origin: str) -> dict[str, Any]:
+        head = shape_of(weights, "double_blocks.0.img_attn.norm.query_norm.scale", 1, origin)[0]
+        width, in_channels = shape_of(weights, "img_in.weight", 2, origin)
+        if head != sum(_AXES) or width % head:
+            raise HddmError(
+                f"{origin}: its heads have {head} numbers of {width}; the positions of Flux are known for "
+                f"{sum(_AXES)}"
+            )
+        return {
+            "patch_size": 1,
+            "in_channels": in_channels,
+            "num_layers": count_blocks(weights, "double_blocks"),
+            "num_single_layers": count_blocks(weights, "single_blocks"),
+            "attention_head_dim": head,
+            "num_attention_heads": width // head,
+            "joint_attention_dim": shape_of(weights, "txt_in.weight", 2, origin)[1],
+            "pooled_projection_dim": shape_of(weights, "vector_in.in_layer.weight", 2, origin)[1],
+            "guidance_embeds": "guidance_in.in_layer.weight" in weights,
+            "axes_dims_rope": list(_AXES),
+        }
+
+    def file_scheduler(self, arguments: Config) -> dict[str, Any]:
+        scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
+        if not arguments["guidance_embeds"]:
+            # FLUX.1 [schnell], which is sampled on an even grid.
+            return {**scheduler, "shift": 1.0}
+        by_size = {"base_image_seq_len": 256, "max_image_seq_len": 4096}
+        shifts = {"base_shift": 0.5, "max_shift": 1.15, "use_dynamic_shifting": True}
+        return {**scheduler, "shift": 3.0, **by_size, **shifts}
+
 
 _EMBEDDERS = {
     "time_in": "timestep_embedder",
@@ -149,6 +200,15 @@ _DOUBLE = {
     "txt_mlp.0": ("ff_context.net.0.proj",),
     "txt_mlp.2": ("ff_context.net.2",),
 }
+_DOUBLE_NORMS = {
+    "img_attn.norm.query_norm": "attn.norm_q",
+    "img_attn.norm.key_norm": "attn.norm_k",
+    "txt_attn.norm.query_norm": "attn.norm_added_q",
+    "txt_attn.norm.key_norm": "attn.norm_added_k",
+}
+_SINGLE_NORMS = {"norm.query_norm": "attn.norm_q", "norm.key_norm": "attn.norm_k"}
+_AXES = (16, 56, 56)
+"""Numbers of a head that stand for each axis of a position, which no tensor shows."""
 _SINGLE = {
     "modulation.lin": ("norm.linear",),
     "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),

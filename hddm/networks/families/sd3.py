@@ -1,6 +1,8 @@
 """Stable Diffusion 3 (arXiv:2403.03206): SD3Transformer2DModel."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from hddm.condition_names import POOLED, TEXT
 from hddm.networks.encoders import CLIP_PROJECTED, T5
@@ -10,10 +12,13 @@ from hddm.networks.families.family import (
     ForeignLayer,
     Pipeline,
     Prompts,
+    SingleFile,
     Taken,
+    Tensors,
     count,
 )
 from hddm.utils.errors import HddmError
+from hddm.utils.tensors import count_blocks, shape_of
 
 
 class Sd3(Family):
@@ -30,6 +35,14 @@ class Sd3(Family):
             ),
             has_text=True,
         ),
+    )
+    # github.com/Stability-AI/sd3.5, mmditx.py and sd3_impls.py.
+    single_file = SingleFile(
+        "sd3",
+        ("joint_blocks.0.x_block.attn.qkv.weight", "pos_embed", "context_embedder.weight"),
+        scale=1.5305,
+        shift=0.0609,
+        sample_size=128,
     )
     text_key = "joint_attention_dim"
     residuals = ("block_controlnet_hidden_states",)
@@ -55,7 +68,60 @@ class Sd3(Family):
                 found[f"joint_blocks.{n}.{name}"] = ForeignLayer(layers, is_read)
         return found
 
+    def foreign_tensors(self, config: Config) -> Mapping[str, str]:
+        found = {"pos_embed": "pos_embed.pos_embed"}
+        for n in range(config["num_layers"]):
+            for name, ours in _NORMS.items():
+                own = f"transformer_blocks.{n}.{ours}.weight"
+                found[f"joint_blocks.{n}.{name}.weight"] = own
+        return found
 
+    def file_arguments(self, weights: Tensors, origin: str) -> dict[str, Any]:
+        width, in_channels, patch, _ = shape_of(weights, "x_embedder.proj.weight", 4, origin)
+        num_layers = count_blocks(weights, "joint_blocks")
+        dual = []
+        for n in range(num_layers):
+            if f"joint_blocks.{n}.x_block.attn2.qkv.weight" in weights:
+                dual.append(n)
+        has_norms = "joint_blocks.0.x_block.attn.ln_q.weight" in weights
+        positions = shape_of(weights, "pos_embed", 3, origin)[1]
+        text, text_width = shape_of(weights, "context_embedder.weight", 2, origin)
+        out = shape_of(weights, "final_layer.linear.weight", 2, origin)[0]
+        if width % _HEAD_WIDTH or math.isqrt(positions) ** 2 != positions:
+            raise HddmError(
+                f"{origin}: is {width} wide with {positions} positions; Stable Diffusion 3 has heads of "
+                f"{_HEAD_WIDTH} numbers and positions in a square"
+            )
+        return {
+            "patch_size": patch,
+            "in_channels": in_channels,
+            "out_channels": out // patch**2,
+            "num_layers": num_layers,
+            "attention_head_dim": _HEAD_WIDTH,
+            "num_attention_heads": width // _HEAD_WIDTH,
+            "joint_attention_dim": text_width,
+            "caption_projection_dim": text,
+            "pooled_projection_dim": shape_of(weights, "y_embedder.mlp.0.weight", 2, origin)[1],
+            "pos_embed_max_size": math.isqrt(positions),
+            "dual_attention_layers": dual,
+            "qk_norm": "rms_norm" if has_norms else None,
+        }
+
+    def file_scheduler(self, arguments: Config) -> dict[str, Any]:
+        name = "FlowMatchEulerDiscreteScheduler"
+        return {"_class_name": name, "num_train_timesteps": 1000, "shift": 3.0}
+
+
+_HEAD_WIDTH = 64
+"""Numbers of a head, which the authors' code fixes."""
+_NORMS = {
+    "x_block.attn.ln_q": "attn.norm_q",
+    "x_block.attn.ln_k": "attn.norm_k",
+    "x_block.attn2.ln_q": "attn2.norm_q",
+    "x_block.attn2.ln_k": "attn2.norm_k",
+    "context_block.attn.ln_q": "attn.norm_added_q",
+    "context_block.attn.ln_k": "attn.norm_added_k",
+}
 _OUTER = {
     "x_embedder.proj": "pos_embed.proj",
     "context_embedder": "context_embedder",

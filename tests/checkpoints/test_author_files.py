@@ -1,0 +1,222 @@
+"""Single files of Flux and Stable Diffusion 3, under the names of their authors' code."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel
+from diffusers.loaders.single_file_utils import (
+    convert_flux_transformer_checkpoint_to_diffusers,
+    convert_sd3_transformer_checkpoint_to_diffusers,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hddm as library
+from hddm.checkpoints.author_files import author_layouts
+from hddm.checkpoints.sources import KeyTable
+from hddm.networks.components import read_config
+from hddm.networks.families import known_family
+from tests.artefacts import Command
+from tests.checkpoint_files import converted, randomised, record_of, refused, written_back
+from tests.ldm_files import ldm_vae
+
+SIDE = 8
+FLUX: dict[str, Any] = {
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 1,
+    "joint_attention_dim": 24,
+    "pooled_projection_dim": 40,
+}
+SD3: dict[str, Any] = {
+    "sample_size": SIDE,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 3,
+    "attention_head_dim": 64,
+    "num_attention_heads": 1,
+    "joint_attention_dim": 24,
+    "caption_projection_dim": 64,
+    "pooled_projection_dim": 40,
+    "pos_embed_max_size": 6,
+}
+SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
+KINDS: dict[str, tuple[type[ModelMixin], dict[str, Any]]] = {
+    "flux-dev": (FluxTransformer2DModel, FLUX | {"guidance_embeds": True}),
+    "flux-schnell": (FluxTransformer2DModel, FLUX),
+    "sd3": (SD3Transformer2DModel, SD3),
+    "sd3.5": (SD3Transformer2DModel, SD3 | SD35),
+}
+# Diffusers' function takes Flux's published width for granted.
+PUBLISHED = {"flux": {"num_attention_heads": 24}, "sd3": {}}
+
+
+def _layout(kind: str) -> str:
+    return kind.partition("-")[0].partition(".")[0]
+
+
+def _table(network: ModelMixin) -> KeyTable:
+    layout = author_layouts()[_layout(_kind_of(network))]
+    return layout.table(network.state_dict(), network.config, "test")
+
+
+def _kind_of(network: ModelMixin) -> str:
+    return "flux" if isinstance(network, FluxTransformer2DModel) else "sd3"
+
+
+def _vae() -> AutoencoderKL:
+    torch.manual_seed(3)
+    return AutoencoderKL(
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def _file(network: ModelMixin, root: str) -> dict[str, Tensor]:
+    """The network's tensors as its authors store them; that the names are right is tested below."""
+    planned = _table(network).to_foreign(network.state_dict(), {}, "test")
+    return {f"{root}{one.name}": one.read().contiguous() for one in planned}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_lead_to_what_diffusers_own_function_makes_of_them(kind: str) -> None:
+    """Each row of a tensor has a number of its own; halves, parts and swaps show in their order."""
+    layout, (network_class, sizes) = _layout(kind), KINDS[kind]
+    with torch.device("meta"):
+        network = network_class(**sizes | PUBLISHED[layout])
+    rows = {}
+    for name, tensor in network.state_dict().items():
+        rows[name] = torch.empty(tensor.shape[0], 1 if tensor.ndim > 1 else 0, device="meta")
+    table = author_layouts()[layout].table(network.state_dict(), network.config, "test")
+    probes, first = {}, 0
+    for pair in table.pairs:
+        (name,) = pair.foreign
+        count = sum(rows[one].shape[0] for one in pair.ours)
+        probes[name] = torch.arange(first, first + count, dtype=torch.float64)
+        if name.endswith("context_embedder.weight"):
+            # Its second dimension is asked for a width.
+            probes[name] = probes[name][:, None].expand(count, 24)
+        first += count
+    convert = {
+        "flux": convert_flux_transformer_checkpoint_to_diffusers,
+        "sd3": convert_sd3_transformer_checkpoint_to_diffusers,
+    }[layout]
+    left = {f"model.diffusion_model.{name}": one for name, one in probes.items()}
+    expected = convert(left)
+    assert not left
+    found = table.renamed(probes, "test")
+    assert found.keys() == expected.keys() == network.state_dict().keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("root", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
+    kind: str, root: str, hddm: Command, tmp_path: Path
+) -> None:
+    network_class, sizes = KINDS[kind]
+    network = randomised(network_class(**sizes)).eval()
+    content, vae = _file(network, root), {}
+    if root:
+        vae = {
+            name.replace("first_stage_model.", "vae."): one for name, one in ldm_vae(_vae()).items()
+        }
+    source = tmp_path / "model.safetensors"
+    save_file(content | vae, source, metadata={"modelspec.title": "Mine"})
+    said = converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    record = record_of(tmp_path / "expert")
+    layout = _layout(kind)
+    assert (record["source"]["layout"], record["prediction_type"]) == (layout, "flow_prediction")
+    scale = {"flux": (0.3611, 0.1159), "sd3": (1.5305, 0.0609)}[layout]
+    assert record["latent_scale"] == scale[0]
+    if root:
+        assert (record["vae"]["scale"], record["vae"]["shift"]) == scale
+    else:
+        assert record["vae"] is None
+    # Flux by the number of its patches, here less than any published one.
+    shift = {"sd3": 3.0, "sd3.5": 3.0, "flux-schnell": 1.0}.get(kind)
+    if shift is not None:
+        assert record["shift"] == shift
+    else:
+        assert 1.5 < record["shift"] < 1.7, said
+
+    config = read_config(tmp_path / "expert")
+    for name, value in sizes.items():
+        assert config[name] == (list(value) if isinstance(value, tuple) else value), name
+    field = library.load(tmp_path / "expert")
+    family = known_family(network)
+    noise = torch.Generator().manual_seed(0)
+    given = {
+        "encoder_hidden_states": torch.randn(2, 5, 24, generator=noise),
+        "pooled_projections": torch.randn(2, 40, generator=noise),
+    }
+    if config.get("guidance_embeds"):
+        given["guidance"] = torch.full((2,), 2.0)
+    x, t = torch.randn(2, 16, SIDE, SIDE, generator=noise), torch.tensor([0.3, 0.8])
+    with torch.no_grad():
+        expected = family.call(network, x, t * 1000 / family.time_factor, given)
+    velocity = field.velocity(x, t, **given)
+    torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-4)
+
+    back = written_back(hddm, tmp_path / "expert", tmp_path / "back", layout)
+    again = load_file(back / "checkpoint.safetensors")
+    assert again.keys() == (content | vae).keys()
+    for name, tensor in (content | vae).items():
+        assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.integration
+def test_what_a_single_file_of_several_parts_leaves_out_is_recorded(
+    hddm: Command, tmp_path: Path
+) -> None:
+    network = randomised(SD3Transformer2DModel(**SD3))
+    text = {"text_encoders.clip_l.transformer.text_model.final_layer_norm.bias": torch.zeros(3)}
+    source = tmp_path / "model.safetensors"
+    save_file(_file(network, "model.diffusion_model.") | text, source)
+    assert "sample_size is 128, and SD3Transformer2DModel has positions for 12" in refused(
+        hddm, source
+    )
+    said = converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    assert "its text encoders (clip_l) are left out" in said
+    unread = record_of(tmp_path / "expert")["unread_text_encoder"]
+    assert (unread["kind"], unread["fingerprint"]) == ("clip_l", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vae2.weight": torch.zeros(1)}, "its tensor 'vae2.weight' is no part of layout flux"),
+        ({"model.diffusion_model.more.weight": torch.zeros(1)}, "left over more.weight (1,)"),
+        (
+            {"model.diffusion_model.img_in.weight": torch.zeros(3)},
+            "missing img_in.weight of 2 dimensions",
+        ),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused(
+    changes: dict[str, Tensor], said: str, hddm: Command, tmp_path: Path
+) -> None:
+    content = _file(FluxTransformer2DModel(**FLUX), "model.diffusion_model.")
+    save_file(content | changes, tmp_path / "a.safetensors")
+    assert said in refused(hddm, tmp_path / "a.safetensors", "--sample-size", SIDE)
+
+
+def test_diffusers_reads_other_files_than_these_too() -> None:
+    """Both functions are those that diffusers' own loaders use."""
+    loaders = diffusers.loaders.single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    for network_class, function in (
+        (FluxTransformer2DModel, convert_flux_transformer_checkpoint_to_diffusers),
+        (SD3Transformer2DModel, convert_sd3_transformer_checkpoint_to_diffusers),
+    ):
+        assert loaders[network_class.__name__]["checkpoint_mapping_fn"] is function
