@@ -124,6 +124,8 @@ def sample_to_folder(
     start: int = 0,
     prompts: Sequence[str] = (),
     negative_prompt: str | None = None,
+    long_prompt: bool = False,
+    clip_skip: int = 0,
     class_labels: str | None = None,
     conditions: PathText | None = None,
     init_image: PathText | None = None,

@@ -240,6 +240,10 @@ class SampleSettings(Computing, SamplingMethod):
     """Text prompt; several are cycled over the images."""
     negative_prompt: str | None = None
     """Text that guidance moves away from. Default: no text."""
+    long_prompt: bool = False
+    """Read prompts of more than 77 tokens in chunks, instead of cutting them."""
+    clip_skip: Count = 0
+    """Number of CLIP's last layers to leave out."""
     class_labels: str | None = None
     """Class names or numbers, separated by commas and cycled over the images."""
     conditions: InputPath | None = None

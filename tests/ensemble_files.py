@@ -182,6 +182,8 @@ def write_ensemble(
         folders,
         root / "ensemble",
         root / "router",
+        # Records of these experts name no VAE and no text encoder.
+        trust_components=True,
         strategy=strategy,
         classes=classes,
         **components,

@@ -233,6 +233,7 @@ def tiny_pipeline(
     kind: str,
     seed: int = 0,
     unet: UNet2DConditionModel | None = None,
+    text_layers: int = 2,
     **scheduler: Any,
 ) -> DiffusionPipeline:
     """A tiny Stable Diffusion ``1``, ``2`` or ``XL`` of random weights, saved in ``folder``."""
@@ -242,7 +243,7 @@ def tiny_pipeline(
         "unet": unet or text_unet(seed, **SIZES[kind]),
         "scheduler": DDIMScheduler(**SD_BETAS, clip_sample=False, steps_offset=1, **scheduler),
     }
-    heads = {"num_attention_heads": 1, "num_hidden_layers": 2, "eos_token_id": 517}
+    heads = {"num_attention_heads": 1, "num_hidden_layers": text_layers, "eos_token_id": 517}
     open_clips = {"hidden_act": "gelu"}
     write_clip(folder / "parts", 64, **heads, **(open_clips if kind == "2" else {}))
     words = folder / "parts/tokenizer"

@@ -25,7 +25,7 @@ _TOPICS = {
     "Experts": "expert router_every add remove share domain classes",
     "VAE and text encoder": "vae text_encoder tokenizer text_encoder_lora",
     "Image size": "resolution",
-    "Content": "prompts negative_prompt class_labels conditions",
+    "Content": "prompts negative_prompt long_prompt clip_skip class_labels conditions",
     "Editing": "init_image strength mask resampling_steps edit_from",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
     "Features": "features cache save_classifier",
@@ -42,7 +42,7 @@ _WORDS = {
     "PIXELS": "resolution",
     "SIDE": "sample_size",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
-    "gradient_accumulation_steps trajectories",
+    "clip_skip gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",
     "TEXT": "edit_from prompts negative_prompt",
     "ADDRESS": "host ray",

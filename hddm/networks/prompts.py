@@ -25,12 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from hddm.condition_names import TEXT
+from hddm.networks.clip_reading import Reading, read_states
 from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.text_encoder import (
+    PLAIN,
     STEM,
     Embedded,
     checked_embedding,
@@ -40,6 +42,7 @@ from hddm.networks.text_encoder import (
     quiet,
     read_text_encoder,
     read_tokenizer,
+    refuse_for_t5,
     refuse_half_characters,
     text_encoder_class,
     text_encoder_record_of,
@@ -130,16 +133,24 @@ class PromptEncoders(nn.Module):
 
     @torch.no_grad()
     def embed(
-        self, prompts: Sequence[str], is_negative: bool = False, warns: bool = True
+        self,
+        prompts: Sequence[str],
+        is_negative: bool = False,
+        warns: bool = True,
+        reading: Reading = PLAIN,
     ) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
         Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for what is not
-        finite.
+        finite, and for a ``reading`` that these encoders do not take.
         """
         family, texts = self.prompts, list(prompts)
         for text in texts:
             refuse_half_characters(text, one_line(repr(text), 60))
+        if not reading.is_plain and family.t5_tokens:
+            refuse_for_t5(reading)
+        if not reading.is_plain:
+            return self._embed_by(reading, texts, is_negative)
         # Several CLIPs cut alike.
         readers = {}
         for one in self.tokenizers.values():
@@ -159,10 +170,26 @@ class PromptEncoders(nn.Module):
         with quiet():
             tokens, *rest = self._pipe.encode_prompt(texts, **others, device=self.device, **own)
         pooled = rest[1 if family.encodes_negatives else 0]
+        return self._embedded(tokens, pooled, texts, is_negative)
+
+    def _embed_by(self, reading: Reading, texts: Sequence[str], is_negative: bool) -> Embedded:
+        """As `embed`, of CLIPs whose states before the last layer lie side by side."""
+        found = []
+        for name, encoder in self.encoders.items():
+            words = self.tokenizers[name.replace("text_encoder", "tokenizer")]
+            found.append(read_states(encoder, words, texts, reading, layer=1, norm=False))
+        tokens = torch.cat([one.hidden for one in found], -1)
+        vectors = found[-1].first[0].view(len(texts), reading.chunks, -1)
+        return self._embedded(tokens, vectors[:, 0], texts, is_negative)
+
+    def _embedded(
+        self, tokens: Tensor, pooled: Tensor, texts: Sequence[str], is_negative: bool
+    ) -> Embedded:
+        """Conditions of prompts, where empty negative ones may be zeros."""
         if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
-        return checked_embedding(Embedded({TEXT: tokens, family.pooled: pooled}, pooled))
+        return checked_embedding(Embedded({TEXT: tokens, self.prompts.pooled: pooled}, pooled))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the parts into ``folder``."""

@@ -16,6 +16,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
 from hddm.condition_names import TEXT, TEXT_MASK
+from hddm.networks.clip_reading import Reading, read_states
 from hddm.networks.components import Held, class_in, read_config, read_weights
 from hddm.networks.encoders import (
     ADAPTED,
@@ -218,14 +219,24 @@ class Embedded(NamedTuple):
         return self.conditions[TEXT]
 
 
+PLAIN = Reading()
+
+
 def embed(
-    text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True
+    text_encoder: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    warns: bool = True,
+    reading: Reading = PLAIN,
 ) -> Embedded:
     """Encode prompts, padded to `prompt_length` tokens.
 
-    Longer ones are cut, with a warning that names what was left out. PixArt's are encoded in lower case.
-    Raises `HddmError` for tokens that the encoder lacks.
+    Longer ones are cut, with a warning that names what was left out, unless ``reading`` divides them.
+    PixArt's are encoded in lower case. Raises `HddmError` for tokens that the encoder lacks, and for a
+    ``reading`` that it does not take.
     """
+    if not reading.is_plain:
+        return _embed_by(reading, text_encoder, tokenizer, prompts)
     length = prompt_length(tokenizer.model_max_length, text_encoder.config)
     if hasattr(text_encoder.config, PIPELINE):
         prompts = [prompt.lower().strip() for prompt in prompts]
@@ -248,6 +259,26 @@ def embed(
         return checked_embedding(Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends]))
     found = {TEXT: tokens, TEXT_MASK: mask.to(device)}
     return checked_embedding(Embedded(found, mean_of_text(tokens, mask)))
+
+
+def _embed_by(
+    reading: Reading, text_encoder: Any, tokenizer: Any, prompts: Sequence[str]
+) -> Embedded:
+    """As `embed`, of one CLIP, whose last norm follows the layer that is read."""
+    if hasattr(text_encoder, "shared"):
+        refuse_for_t5(reading)
+    states = read_states(text_encoder, tokenizer, prompts, reading, layer=0, norm=True)
+    ends = end_of_text(states.ids, tokenizer).to(states.hidden.device)
+    pooled = states.hidden[torch.arange(len(prompts)), ends]
+    return checked_embedding(Embedded({TEXT: states.hidden}, pooled))
+
+
+def refuse_for_t5(reading: Reading) -> None:
+    """Raise an `HddmError` for a ``reading`` other than the plain one, which only CLIP has."""
+    name = "clip_skip" if reading.clip_skip else "long_prompt"
+    raise HddmError(
+        f"`{name}`: is for networks of CLIP alone, and this one reads prompts by T5; drop it"
+    )
 
 
 def end_of_text(ids: Tensor, tokenizer: Any) -> Tensor:

@@ -24,9 +24,10 @@ from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, numbered
+from hddm.networks.clip_reading import Reading
 from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders
-from hddm.networks.text_encoder import embed, refuse_half_characters
+from hddm.networks.text_encoder import embed, refuse_for_t5, refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan
@@ -47,6 +48,8 @@ class Encoding(Offloading):
         guided: bool = False,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
+        long_prompt: bool = False,
+        clip_skip: int = 0,
     ) -> Conditions:
         """Conditions by network keyword, and p(k | prompt), one row per prompt or class.
 
@@ -67,12 +70,13 @@ class Encoding(Offloading):
             negatives = None
         has_labels = class_labels is not None or LABELS in given
         self._refuse_unread(texts, negatives, has_labels, TEXT in given)
+        reading = self._reading_of([*(texts or []), *(negatives or [])], long_prompt, clip_skip)
         if LABELS in given:
             given[LABELS] = class_indices(given[LABELS], self.ensemble.classes)
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
         if texts is not None:
-            tokens, pooled = self._embed(texts)
+            tokens, pooled = self._embed(texts, reading)
             _add(given, tokens)
             labels, prior = self._routed(texts, has_labels, pooled)
             if labels is not None:
@@ -81,7 +85,7 @@ class Encoding(Offloading):
             negatives = [""]
         if negatives is not None and self.readers:
             alone = negatives * len(texts or [""]) if len(negatives) == 1 else negatives
-            _add(against, self._embed(alone, is_negative=True)[0])
+            _add(against, self._embed(alone, reading, is_negative=True)[0])
         if texts is not None and has_labels:
             prior = self._of_both(given, prior)
         return Conditions(given, against, prior)
@@ -176,8 +180,30 @@ class Encoding(Offloading):
         is_whole = isinstance(encoder, PromptEncoders) or None not in (encoder, words)
         return (encoder, words) if is_whole else None
 
+    def _reading_of(self, texts: Sequence[str], long_prompt: bool, clip_skip: int) -> Reading:
+        """How all prompts of a call are read: in as many chunks as the longest needs.
+
+        Raises an `HddmError` where that would have no effect.
+        """
+        reading = Reading(long_prompt, clip_skip)
+        if not (texts and self.readers) and (long_prompt or clip_skip):
+            name = "clip_skip" if clip_skip else "long_prompt"
+            raise HddmError(f"`{name}`: says how a `prompt` is read, and none is; drop the option")
+        for number in self.readers if long_prompt else ():
+            encoder, words = self._reader(number) or (None, None)
+            if isinstance(encoder, PromptEncoders):
+                if encoder.prompts.t5_tokens:
+                    refuse_for_t5(reading)
+                words = next(iter(encoder.tokenizers.values()))
+                encoder = next(iter(encoder.encoders.values()))
+            elif hasattr(encoder, "shared"):
+                refuse_for_t5(reading)
+            if words is not None:
+                reading = reading.of_all(encoder, words, texts)
+        return reading
+
     def _embed(
-        self, texts: Sequence[str], is_negative: bool = False
+        self, texts: Sequence[str], reading: Reading, is_negative: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Conditions by the ensemble's names of them, and embeddings that topics compare."""
         found, pooled = dict[str, Tensor](), None
@@ -191,9 +217,9 @@ class Encoding(Offloading):
                 )
             with self.present(reader[0]) as present:
                 if isinstance(present, PromptEncoders):
-                    made = present.embed(texts, is_negative)
+                    made = present.embed(texts, is_negative, reading=reading)
                 else:
-                    made = embed(present, reader[1], texts)
+                    made = embed(present, reader[1], texts, reading=reading)
             pooled = made.pooled if number == self._topics else pooled
             for keyword, value in made.conditions.items():
                 name = numbered(keyword, number)
@@ -312,6 +338,9 @@ class Begin:
     strength: float | None = None
     resampling_steps: int | None = None
     edit_from: str | None = None
+    long_prompt: bool = False
+    clip_skip: int = 0
+    """How ``edit_from`` is read, which is as the prompt is."""
 
     def __post_init__(self) -> None:
         if self.image is not None:

@@ -32,6 +32,7 @@ class PictureTexts:
         steps, solver, strategy: how it was sampled; ``strategy`` is None for one expert.
         guidance: its other options than the scale are named in ``hddm`` alone, where they are no defaults.
         prompts, labels: cycled over the numbers of pictures.
+        clip_skip: layers of CLIP that are left out.
     """
 
     model: str
@@ -44,6 +45,7 @@ class PictureTexts:
     prompts: Sequence[str] = ()
     labels: Sequence[str] = ()
     negative_prompt: str | None = None
+    clip_skip: int = 0
 
     def of(self, number: int, size: Sequence[int], expert: str | None = None) -> dict[str, str]:
         """Texts of picture ``number`` of ``size`` (H, W), which ``expert`` made if one of several did."""
@@ -54,6 +56,7 @@ class PictureTexts:
             "prompt": prompt,
             "negative_prompt": self.negative_prompt,
             "class": label,
+            "clip_skip": self.clip_skip or None,
             "steps": self.steps,
             "solver": self.solver,
             "guidance_scale": self.guidance.scale,
@@ -91,6 +94,7 @@ _TITLES = {
     "number": "Picture",
     "size": "Size",
     "class": "Class",
+    "clip_skip": "Clip skip",
     "strategy": "Strategy",
     "expert": "Expert",
     "model": "Model",
@@ -116,6 +120,9 @@ def _parameters(content: dict[str, Any]) -> str:
 def _shown(name: str, value: Any) -> str:
     if name == "model_sha256":
         return str(value)[:_SHORT]
+    if name == "clip_skip":
+        # Viewers count from 1.
+        return str(value + 1)
     return f"hddm {value}" if name == "hddm" else str(value)
 
 

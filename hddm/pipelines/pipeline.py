@@ -307,6 +307,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         negative_prompt: str | Sequence[str] | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
+        long_prompt: bool = False,
+        clip_skip: int = 0,
         num_images_per_prompt: int = 1,
         batch_size: int | None = None,
         num_inference_steps: int | None = None,
@@ -340,6 +342,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             conditions: keywords of the experts' networks, each (batch, …), such as ``encoder_hidden_states``
                 (batch, tokens, width) instead of prompts.
             negative_conditions: the same for the negative branch.
+            long_prompt: read prompts of more than 77 tokens in chunks instead of cutting them; see
+                `hddm.networks.clip_reading`.
+            clip_skip: number of CLIP's last layers to leave out.
             num_images_per_prompt: images per prompt or class.
             batch_size: number of prompts or classes, if all are the same or there are none.
             num_inference_steps: solver steps; by default 25, or a student's own.
@@ -371,11 +376,13 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             guidance.by_condition,
             conditions,
             negative_conditions,
+            long_prompt,
+            clip_skip,
         )
         repeats, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._interrupt = False
         how = self.plan(
-            Begin(image, mask_image, strength, resampling_steps, edit_from),
+            Begin(image, mask_image, strength, resampling_steps, edit_from, long_prompt, clip_skip),
             expert=expert,
             steps=num_inference_steps,
             solver=solver,
@@ -453,7 +460,11 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
     def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""
-        source = None if begin.edit_from is None else self.encode(begin.edit_from)
+        source = None
+        if begin.edit_from is not None:
+            source = self.encode(
+                begin.edit_from, long_prompt=begin.long_prompt, clip_skip=begin.clip_skip
+            )
 
         @functools.cache
         def picture(k: int) -> Picture | None:

@@ -132,7 +132,15 @@ def planned(
     pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None
 ) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
-    begin = Begin(image, mask, settings.strength, settings.resampling_steps, settings.edit_from)
+    begin = Begin(
+        image,
+        mask,
+        settings.strength,
+        settings.resampling_steps,
+        settings.edit_from,
+        settings.long_prompt,
+        settings.clip_skip,
+    )
     return pipeline.plan(
         begin, expert=settings.expert, **settings.arguments, noise=Seeded(settings.seed)
     )
@@ -321,6 +329,7 @@ def _texts(
         prompts=settings.prompts,
         labels=settings.labels,
         negative_prompt=settings.negative_prompt,
+        clip_skip=settings.clip_skip,
     )
 
 
@@ -427,6 +436,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             settings.guidance.by_condition,
             conditions=tensors,
             negative_conditions=against,
+            long_prompt=settings.long_prompt,
+            clip_skip=settings.clip_skip,
         )
     has_empty_text = any(TEXT in one.null_conditions for one in pipeline.ensemble.experts)
     if has_empty_text and TEXT not in found.given:
@@ -451,6 +462,7 @@ def sheet_path(out: Path) -> Path:
 _IN_SHEET = (
     "prompts",
     "negative_prompt",
+    "clip_skip",
     "class_names",
     "steps",
     "solver",

@@ -384,7 +384,8 @@ def test_prompts_choose_the_expert_as_for_hddm_sample(tmp_path: Path) -> None:
         zip(text_experts(2), ("cat, a cat", "dog, two dogs"), strict=True)
     ):
         describe_topic(saved(tmp_path / str(k), one), text=text, **texts_in(tmp_path))
-    assemble([tmp_path / "0", tmp_path / "1"], tmp_path / "both", **texts_in(tmp_path))
+    texts = texts_in(tmp_path)
+    assemble([tmp_path / "0", tmp_path / "1"], tmp_path / "both", trust_components=True, **texts)
     prompts = ["a cat", "two dogs"]
     prior = HDDMPipeline.from_pretrained(tmp_path / "both").encode(prompts).prior
     assert prior is not None
