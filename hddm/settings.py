@@ -139,7 +139,7 @@ def _check_device(name: str) -> None:
 
 
 DeviceName = Annotated[str, _checked(_check_device)]
-DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 SolverName = Literal["euler", "heun", "adams-moulton"]
 """Keys of `hddm.solvers.SOLVERS`."""
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ class Computing(Described):
 
     device: DeviceName = "auto"
     """Device: auto, cpu, cuda, cuda:1 or mps."""
-    dtype: DtypeName = "float32"
-    """Number format that the networks compute in."""
+    dtype: DtypeName = "auto"
+    """Number format that the networks compute in; auto is bfloat16 on GPUs that have it, else float32."""
     compile: bool = False
     """Compile the experts' blocks with torch.compile, at the first step."""
     quantize: Literal["int8"] | None = None

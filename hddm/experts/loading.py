@@ -46,7 +46,7 @@ from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
 from hddm.utils.hub import local
 from hddm.utils.records import WHOLE
-from hddm.utils.tensors import available_device
+from hddm.utils.tensors import available_device, dtype_on
 from hddm.velocity import VelocityField
 
 _MISFIT = "the parts of this ensemble do not fit together; assemble it anew:"
@@ -84,7 +84,7 @@ def load(
     device = available_device(device)
     if isinstance(dtype, str) and dtype not in get_args(DtypeName):
         raise UsageError(f"`dtype={dtype!r}`: {choose(dtype, get_args(DtypeName))}")
-    number_type: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    number_type = dtype_on(device, dtype) if isinstance(dtype, str) else dtype
     if not (folder / EXPERT_FILE).exists():
         return open_ensemble(folder, number_type, experts).on(
             device, number_type, offload, max_memory

@@ -37,7 +37,7 @@ from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, model_hash
-from hddm.utils.tensors import available_device, read_safetensors
+from hddm.utils.tensors import available_device, dtype_on, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
 FORMAT = "1.6"
@@ -82,7 +82,8 @@ def sample_to_folder(
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     if grid and is_latent:
         raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
-    dtype = getattr(torch, settings.dtype)
+    dtype = dtype_on(device, settings.dtype)
+    settings = settings.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     pipeline = HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload)
     pipeline.to(device).experts.prepare(settings)
     # Only now, since quantized experts take less.

@@ -53,6 +53,7 @@ from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.records import WHOLE, Seed, model_hash, parse_record
 from hddm.utils.streams import NUMBERS
+from hddm.utils.tensors import dtype_on
 
 LARGEST_BODY = 1 << 16
 """Bytes of a request's body at most."""
@@ -155,7 +156,8 @@ class Front:
         self.name = Path(folder).name
         self.hash = model_hash(Path(folder), sha256_once)
         # Reads no weights of experts, since their networks never run here.
-        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
+        dtype = dtype_on(torch.device("cpu"), settings.dtype)
+        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
         self.threads = ThreadPoolExecutor(
             settings.max_queue + 1,

@@ -27,7 +27,7 @@ from hddm.settings import SampleSettings
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
-from hddm.utils.tensors import available_device
+from hddm.utils.tensors import available_device, dtype_on
 
 Edit = Mapping[str, Any]
 _LEAST, _PART = 0.1, 4
@@ -62,11 +62,12 @@ class Opened:
         self._without = functools.lru_cache(1)(self._pipeline)
 
     def _pipeline(self, experts: tuple[int, ...] | None) -> HDDMPipeline:
-        dtype = getattr(torch, self._settings.dtype)
+        device = available_device(self._settings.device)
+        dtype = dtype_on(device, self._settings.dtype)
         made = HDDMPipeline.from_pretrained(self.source, dtype=dtype, experts=experts)
         made.set_progress_bar_config(disable=True)
         made.experts.prepare(self._settings)
-        return made.to(available_device(self._settings.device))
+        return made.to(device)
 
     def panel(
         self,

@@ -28,7 +28,7 @@ from hddm.running import Batch, Latents, Seeded, run
 from hddm.sampling import plan
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.tensors import available_device
+from hddm.utils.tensors import available_device, dtype_on
 from hddm.velocity import VelocityField
 
 LULL = 0.005
@@ -250,8 +250,9 @@ class Worker:
 
 def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
     """The expert, with its weights; weights of the others are not read."""
-    dtype = getattr(torch, settings.dtype)
-    experts = open_ensemble(folder, dtype).expert_set(available_device(settings.device), dtype)
+    device = available_device(settings.device)
+    dtype = dtype_on(device, settings.dtype)
+    experts = open_ensemble(folder, dtype).expert_set(device, dtype)
     experts.prepare(settings)
     found = experts.fields()[index]
     for network in (found.network, found.weak and found.weak.network):

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from hddm.networks.wrappers import compile_blocks
-from hddm.training.device import Device, Flags, Readings, default_attention, optimizer_of
+from hddm.training.device import (
+    Device,
+    Flags,
+    Readings,
+    default_attention,
+    float32_products,
+    optimizer_of,
+)
 from hddm.training.resume import SettingsChange, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run, trained_parameters
@@ -463,9 +470,12 @@ def run_task(
         # Only the first of several processes holds the run; the others join it in `fit`.
         is_first = int(os.environ.get("RANK", "0")) == 0
         if run is not None and is_first:
-            attention = default_attention(available_device(recipe.device), recipe.mixed_precision)
+            device = available_device(recipe.device)
+            attention = default_attention(device, recipe.mixed_precision)
             versions = {"hddm": version("hddm-diffusion"), "torch": torch.__version__}
             versions |= {"hostname": os.uname().nodename, "default_attention": attention}
+            with float32_products(device) as products:
+                versions["float32_products"] = products
             content["environment"] = versions
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:

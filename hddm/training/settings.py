@@ -79,8 +79,8 @@ class LoopFields(Described, Generic[Open]):
     """Decay of the weights' moving average."""
     seed: Seed = 0
     """Seed of all random numbers."""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Precision of the network; weights stay in float32."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Precision of the network; weights stay in float32. auto is bf16 on GPUs that have it, else no."""
     gradient_accumulation_steps: Positive = 1
     """Parts that each batch is split into to save memory."""
     gradient_checkpointing: bool = False
@@ -311,6 +311,8 @@ def resolve(
     # Imported here, since the command line reads these settings before it imports torch.
     from torch import get_num_threads
 
+    from hddm.utils.tensors import AUTO
+
     values = requested.model_dump()
     if not start.is_new:
         decided = {"prediction": start.prediction, "weighting": None, "rotary": start.rotary}
@@ -361,7 +363,23 @@ def resolve(
             values[name] = default if known is None else known
     if not has_muon:
         values["muon_learning_rate"] = None
+    if values["mixed_precision"] == AUTO:
+        values["mixed_precision"] = recorded.get("mixed_precision") or _precision_on(
+            values["device"]
+        )
     return parse_record(values, kind, OPTIONS)
+
+
+def _precision_on(device: str) -> str:
+    """The precision that is best on a device; a device that is missing is refused when it is used."""
+    import torch
+
+    from hddm.utils.tensors import available_device, best_dtype
+
+    try:
+        return "bf16" if best_dtype(available_device(device)) is torch.bfloat16 else "no"
+    except HddmError:
+        return "no"
 
 
 class Keeping(Described):

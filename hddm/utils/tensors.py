@@ -60,12 +60,16 @@ def device_of(network: object) -> torch.device:
     return next((p.device for p in _parameters(network)), torch.device("cpu"))
 
 
+AUTO = "auto"
+"""Name of the device or dtype that is best here."""
+
+
 def available_device(name: str | torch.device) -> torch.device:
     """Device of this name; ``auto`` is a GPU if there is one, else the CPU.
 
     Raises `HddmError` for an unknown or missing device.
     """
-    if name == "auto":
+    if name == AUTO:
         if torch.cuda.is_available():
             name = "cuda"
         elif torch.backends.mps.is_available():
@@ -80,6 +84,22 @@ def available_device(name: str | torch.device) -> torch.device:
             f"`device` {name}: is not available here ({one_line(error, 120)})"
         ) from error
     return device
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where ``device`` computes it in hardware, else float32."""
+    has_bfloat16 = False
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "xpu":
+        has_bfloat16 = torch.xpu.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def dtype_on(device: torch.device, name: str) -> torch.dtype:
+    """The dtype of this name; ``auto`` is the `best_dtype` of ``device``."""
+    found: torch.dtype = best_dtype(device) if name == AUTO else getattr(torch, name)
+    return found
 
 
 def _parameters(network: object) -> Iterator[Tensor]:
