@@ -24,8 +24,9 @@ from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert_checkpoint
 from hddm.checkpoints.headers import predictions_in
 from hddm.checkpoints.lora_changes import BIAS, Change
-from hddm.checkpoints.lora_files import Alphas, Layers, LoraFile, lora_file, read_lora
+from hddm.checkpoints.lora_files import Layers, LoraFile, lora_file, read_lora
 from hddm.checkpoints.lora_names import ATTENTION, COUNTED_MODULES, LayerNames, counted_layers
+from hddm.checkpoints.lora_scales import Scales
 from hddm.checkpoints.lora_texts import change_texts, check_texts
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint, as_planned
@@ -122,12 +123,12 @@ def convert_lora(
             f"`licence` {licence}: the header of {path} states {lora.licence!r}; drop the option"
         )
     network: Any = expert.network
-    alphas = Alphas(lora)
-    text_lines = check_texts(lora, base, text_encoder_lora)
-    targets = _targets(lora, network, base, alphas, text_encoder_lora == "apply")
+    scales = Scales(lora)
+    text_lines = check_texts(lora, base, text_encoder_lora, scales)
+    targets = _targets(lora, network, base, scales, text_encoder_lora == "apply")
     is_adapter = bool(targets) and all(one.change.has_factors for one in targets)
     check_absent(out, EXPERT_FILE, overwrite)
-    lines = [f"names of {lora.naming}, {_summary(lora)}", alphas.line]
+    lines = [f"names of {lora.naming}, {_summary(lora)}", scales.line]
     writer: _AsAdapter | _Merged
     if is_adapter:
         writer = _AsAdapter(lora, targets, base, out, expert.network)
@@ -169,7 +170,7 @@ def convert_lora(
             keep_component(draft, name, folder)
         nulls = expert.nulls
         if text_encoder_lora == "apply":
-            record, nulls = change_texts(draft, lora, record, nulls, alphas)
+            record, nulls = change_texts(draft, lora, record, nulls, scales)
         write_records(draft, record, nulls)
         open_expert(draft)
     return [*lines, f"{out}: converted"]
@@ -198,7 +199,7 @@ def _notes_on_prediction(lora: LoraFile, record: ExpertRecord, base: Path) -> li
 
 
 def _targets(
-    lora: LoraFile, network: ModelMixin, base: Path, alphas: Alphas, may_be_none: bool
+    lora: LoraFile, network: ModelMixin, base: Path, scales: Scales, may_be_none: bool
 ) -> list[Target]:
     """The layers of the file with those of the network; ``may_be_none`` if other changes are enough.
 
@@ -229,8 +230,8 @@ def _targets(
             if misfit:
                 foreign.append(misfit)
             else:
-                alpha = alphas.of(parts, (name, *layer.layers))
-                found.append(Target(name, parts, layer, Change(change.parts, alpha)))
+                scale = scales.of(parts, (name, *layer.layers))
+                found.append(Target(name, parts, layer, Change(change.parts, scale)))
     if not layers and not may_be_none:
         raise HddmError(f"{lora.path}: changes no layer of a network; name another file")
     if broken:
@@ -245,7 +246,7 @@ def _targets(
     names = set[str]()
     for target in found:
         names.update((target.name, *target.layer.layers))
-    alphas.refuse_unused(names)
+    scales.refuse_unused(names)
     return found
 
 
