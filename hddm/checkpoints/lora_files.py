@@ -40,9 +40,11 @@ IN_FOLDERS = (ADAPTER_WEIGHTS, "pytorch_lora_weights.safetensors")
 _COUNTED = re.compile(r"(unet|text_encoder):(0|[1-9][0-9]{0,5}):(up|down)")
 _NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 _TEXT = re.compile(
-    r"(lora_te(?P<kohya>\d?)_|text_encoder(_(?P<diffusers>\d))?\.|te(?P<short>\d?)\.|"
+    r"(lora_te(?P<kohya>[1-9]?)_|text_encoder(_(?P<diffusers>[1-9]))?\.|te(?P<short>[1-9]?)\.|"
     r"(?P<named>clip_l|clip_g|t5xxl)\.|(base_model\.model\.)?(?=text_model\.))(?P<layer>.+)"
 )
+_NO_ENCODER = re.compile(r"(lora_te0_|text_encoder_0\.|te0\.).+")
+"""Tools count text encoders from 1, and give none to the only one."""
 _NAMED = {"clip_l": 0, "clip_g": 1, "t5xxl": 2}
 _BUNDLED = re.compile(r"bundle_emb\.([^.]+)\..+")
 _TOKEN = "<embed>"
@@ -216,6 +218,11 @@ def _add(found: LoraFile, name: str) -> bool:
     if split is None or unread_kind(name) is not None:
         return False
     layer, part = split
+    if _NO_ENCODER.fullmatch(layer):
+        raise HddmError(
+            f"{found.path}: {one_line(name, 80)!r} is of text encoder 0, and they are counted from 1; rename "
+            "the tensor"
+        )
     text = _TEXT.fullmatch(layer)
     if text is not None:
         number = text["kohya"] or text["diffusers"] or text["short"]

@@ -173,7 +173,7 @@ def _targets(lora: LoraFile, number: int, folder: Path) -> dict[str, str]:
             known[layer.removeprefix(_PREFIX).replace(".", "_")] = layer
     layers, is_counted = lora.texts[number], lora.counts_text(number)
     found = _counted(lora, layers, known, path) if is_counted else {}
-    problems = []
+    problems, owners = [], dict[str, str]()
     for name, parts in layers.items():
         if not is_counted:
             spelled = [one for one in _spellings(name) if one in known]
@@ -181,6 +181,11 @@ def _targets(lora: LoraFile, number: int, folder: Path) -> dict[str, str]:
                 problems.append(f"{name!r} is no layer of it")
                 continue
             found[name] = known[spelled[0]]
+        other = owners.setdefault(found[name], name)
+        if other != name:
+            raise HddmError(
+                f"{lora.path}: is not whole: {name!r} is {other!r} of a text encoder once more; remove one"
+            )
         change = lora.change(parts)
         if not _fits(change, stored, found[name]):
             given = [f"{part} {tuple(one.shape)}" for part, one in change.parts.items()]

@@ -181,6 +181,43 @@ def test_a_config_that_is_none_of_the_files_is_refused_before_anything_is_writte
     assert said in refused(hddm, path, *options, "--dry-run")
 
 
+_OTHER_STEMS = {
+    "kohya": "lora_te_text_model_",
+    "kohya, numbered": "lora_te1_text_model_",
+    "diffusers": "text_encoder.",
+    "short": "te.text_model.",
+    "named": "clip_l.text_model.",
+}
+
+
+@pytest.mark.parametrize("case", [*_OTHER_STEMS, "attention processors"])
+def test_two_names_of_one_layer_of_a_text_encoder_are_refused(
+    case: str, base: Path, tmp_path: Path, hddm: Command
+) -> None:
+    if case == "attention processors":
+        stem = f"text_encoder.text_model.{QUERIES.removesuffix('q_proj')}to_q_lora"
+        twice = {f"{stem}.down.weight": torch.ones(3, WIDTH)}
+        twice[f"{stem}.up.weight"] = torch.ones(WIDTH, 3)
+    else:
+        stem = _OTHER_STEMS[case]
+        twice = _text(QUERIES.replace(".", "_") if stem.endswith("_") else QUERIES, stem)
+    path = tmp_path / "lora.safetensors"
+    save_file(_text() | twice, path)
+    said = refused(hddm, path, "--base", base, "--text-encoder-lora", "apply")
+    assert "once more; remove one" in said or "holds one factor twice" in said
+
+
+@pytest.mark.parametrize("stem", ["lora_te0_text_model_", "text_encoder_0.text_model.", "te0."])
+def test_text_encoders_are_counted_from_one(
+    stem: str, base: Path, tmp_path: Path, hddm: Command
+) -> None:
+    layer = QUERIES.replace(".", "_") if stem.endswith("_") else QUERIES
+    path = tmp_path / "lora.safetensors"
+    save_file(_text(layer, stem), path)
+    error = refused(hddm, path, "--base", base, "--text-encoder-lora", "apply")
+    assert "is of text encoder 0, and they are counted from 1" in error
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
