@@ -33,11 +33,13 @@ _TIMESTEPS = "modelspec.timestep_range"
 LONGEST_LICENCE = 200
 _VERSION, _IS_V2, _IS_V = "ss_base_model_version", "ss_v2", "ss_v_parameterization"
 _HAS_NO_SIGNAL = "ss_zero_terminal_snr"
+REFINER = "XL's refiner"
 _KINDS = {
     "stable-diffusion-v1": "1",
     "stable-diffusion-v2-512": "2",
     "stable-diffusion-v2-768-v": "2",
     "stable-diffusion-xl-v1-base": "XL",
+    "stable-diffusion-xl-v1-refiner": REFINER,
     "sd_v1": "1",
     "sd_v2": "2",
     "sdxl_base_v1-0": "XL",
@@ -54,7 +56,7 @@ class Header:
 
     Args:
         predictions: what the network predicts, by the key and file that say so.
-        kinds: the kind of Stable Diffusion (1, 2 or XL), likewise.
+        kinds: the kind of Stable Diffusion (1, 2, XL or `REFINER`), likewise.
         zero_snr: the key and file that say that it was trained down to zero signal.
         side: of square pictures, in pixels, and the key that says so.
         licence: of the weights.

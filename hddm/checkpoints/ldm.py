@@ -16,23 +16,15 @@ from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.headers import Header
+from hddm.checkpoints.headers import REFINER, Header
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
-from hddm.checkpoints.presets import (
-    EDM_MEAN,
-    EDM_STD,
-    PRESETS,
-    V_MARKER,
-    ZERO_MARKER,
-    Kind,
-    Preset,
-    choose_preset,
-    fitting,
-)
+from hddm.checkpoints.markers import V_MARKER, number_in, read_markers
+from hddm.checkpoints.presets import PRESETS, Kind, Preset, choose_preset, fitting, is_near
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.condition_names import TEXT, TEXT_EMBEDS
 from hddm.networks.encoders import KL, STABLE_DIFFUSION_SCALE
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
+from hddm.schedules import MOST_STEPS
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.tensors import count_blocks, shape_of
@@ -56,6 +48,9 @@ _HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
 }
 _TEXT_WIDTHS = (768, 1024, 2048)
 """Of the published networks."""
+_REFINER_TEXT = "conditioner.embedders.0.model."
+_REFINER_WIDTHS = {"label_emb.0.0.weight": 2560, "attn2.to_k.weight": 1280}
+"""Widths of the inputs of XL's refiner, which takes another vector and another text encoder."""
 _MIDDLE = "UNetMidBlock2DCrossAttn"
 _BLOCKS = {_MIDDLE, "CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"}
 _OUTER = {
@@ -133,6 +128,7 @@ class Statement:
     """What a user and a file say of its conventions, beside its tensors' shapes.
 
     ``reading`` is the user's, completed: with the preset that the file means, and the side of samples.
+    ``is_preset_stated`` is true where the preset is the user's.
     """
 
     preset: Preset | None
@@ -140,14 +136,17 @@ class Statement:
     reading: Reading
     notes: tuple[str, ...] = ()
     zero_snr: str | None = None
+    is_preset_stated: bool = False
 
 
 def statement_of(content: Weights, header: Header, reading: Reading, origin: str) -> Statement:
-    """What a file and its user say; `HddmError` as for `choose_preset`."""
+    """What a file and its user say; `HddmError` as for `choose_preset`, and for a refiner."""
+    _refuse_refiner(content, header, origin)
     kind, notes = kind_of(content), []
     text_width = _text_width(content)
     is_published = text_width in _TEXT_WIDTHS
-    preset = choose_preset(reading.preset, kind, content, header, origin, is_published)
+    markers = read_markers(content, origin)
+    preset = choose_preset(reading.preset, kind, markers, header, origin, is_published)
     if preset is not None and reading.preset is None:
         notes.append(f"{preset.name} is its preset, by its own markers or header")
     side = reading.sample_size
@@ -158,8 +157,28 @@ def statement_of(content: Weights, header: Header, reading: Reading, origin: str
         side = preset.sample_size
     name = None if preset is None else preset.name
     completed = reading.model_copy(update={"preset": name, "sample_size": side})
-    zero_snr = "its ztsnr" if ZERO_MARKER in content else header.zero_snr
-    return Statement(preset, kind, completed, tuple(notes), zero_snr)
+    zero_snr = "its ztsnr" if markers.has_no_signal else header.zero_snr
+    if zero_snr is not None and preset is not None and preset.has_betas:
+        notes.append(
+            f"the betas of {preset.name} are rescaled to no signal at their end by {zero_snr}"
+        )
+    is_stated = reading.preset is not None
+    return Statement(preset, kind, completed, tuple(notes), zero_snr, is_stated)
+
+
+def _refuse_refiner(content: Weights, header: Header, origin: str) -> None:
+    """Raise an `HddmError` for XL's refiner, by its text encoder, its widths or its header."""
+    is_refiner = REFINER in header.kinds.values()
+    is_refiner |= any(name.startswith(_REFINER_TEXT) for name in content)
+    if kind_of(content) == "XL":
+        for name, tensor in content.items():
+            for end, width in _REFINER_WIDTHS.items():
+                is_its = name.startswith(UNET) and name.endswith(end) and tensor.ndim == 2
+                is_refiner |= is_its and tensor.shape[1] == width
+    if is_refiner:
+        raise HddmError(
+            f"{origin}: is a refiner, which changes a given picture; convert its base model"
+        )
 
 
 def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tensor]]:
@@ -187,9 +206,10 @@ def latent_scale_of(
     It is that of the file's ``scale_factor``, which must be the preset's, or the preset's; of a VAE of Stable
     Diffusion 1 and 2 it is else the default of its class. None where nothing says it.
     """
-    stored, preset = content.get("scale_factor"), statement.preset
-    scale = None if stored is None or stored.numel() != 1 else float(stored)
-    if scale is not None and preset is not None and not _is_near(scale, preset.latent_scale):
+    scale, preset = None, statement.preset
+    if "scale_factor" in content:
+        scale = number_in(content, "scale_factor", origin)
+    if scale is not None and preset is not None and not is_near(scale, preset.latent_scale):
         raise HddmError(
             f"{origin}: its scale_factor is {scale:g}, which contradicts {preset.place}, whose latents "
             f"are scaled by {preset.latent_scale:g}; pass another `preset`, or none"
@@ -205,17 +225,13 @@ def latent_scale_of(
     return STABLE_DIFFUSION_SCALE, f"the default of {KL}"
 
 
-def latents_of(content: Weights, scale: float | None) -> dict[str, Any]:
+def latents_of(statement: Statement, scale: float | None) -> dict[str, Any]:
     """What the config of the file's VAE says of its latents: their ``scale``, and statistics by channel."""
     found: dict[str, Any] = {"scaling_factor": scale}
-    if EDM_MEAN in content and EDM_STD in content:
-        found["latents_mean"] = content[EDM_MEAN].float().flatten().tolist()
-        found["latents_std"] = content[EDM_STD].float().flatten().tolist()
+    if statement.preset is not None and statement.preset.statistics is not None:
+        mean, deviation = statement.preset.statistics
+        found |= {"latents_mean": list(mean), "latents_std": list(deviation)}
     return found
-
-
-def _is_near(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-3 * abs(other)
 
 
 def choices(kind: Kind) -> str:
@@ -237,6 +253,11 @@ def declared(content: Weights, statement: Statement, scale: float | None, origin
         listed = ", ".join(shown(strangers))
         raise HddmError(f"{origin}: its tensors are not those of the layout: left over {listed}")
     schedule, place = None, "the betas in the file"
+    if "betas" in content and content["betas"].numel() > MOST_STEPS:
+        raise HddmError(
+            f"{origin}: betas has {content['betas'].numel()} numbers, and a schedule has at most "
+            f"{MOST_STEPS}; remove it, and pass `schedule`"
+        )
     if "betas" in content and content["betas"].numel():
         betas = content["betas"].double().flatten()
         if statement.zero_snr is not None and len(betas) > 1 and betas[-1] < 1:
@@ -258,6 +279,7 @@ def declared(content: Weights, statement: Statement, scale: float | None, origin
         notes=statement.notes,
         kept=buffers,
         preset=statement.preset,
+        is_preset_stated=statement.is_preset_stated,
         presets=choices(statement.kind),
     )
 

@@ -23,8 +23,7 @@ from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.file_text import FileText
 from hddm.networks.folders import empty_network, refuse_quantised
-from hddm.networks.identity import UnreadVae, VaeRecord
-from hddm.networks.vae import identify_vae, vae_record_of
+from hddm.networks.vae import vae_record_of
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError
 
@@ -109,7 +108,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
     network = empty_network(LDM.family.network, arguments, len(weights), origin)
     scale, scale_place = ldm.latent_scale_of(content, statement, origin)
     declared = ldm.declared(content, statement, scale, origin)
-    parts = parts_of(others, ldm.latents_of(content, scale), path)
+    parts = parts_of(others, ldm.latents_of(statement, scale), path)
     notes = [*declared.notes, *header.notes]
     if statement.reading.sample_size is None:
         side = arguments["sample_size"]
@@ -119,12 +118,9 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
     if len(sets) > 1:
         notes.append("its other set of weights is left out, and is not written back")
     text = _text_of(parts, others, arguments, path, reading.tokenizer)
-    vae: VaeRecord | UnreadVae | None = None
+    vae = None
     if VAE in parts and scale is not None:
-        held = parts[VAE].held
-        # One with statistics by channel may be of a latent space that hddm does not read.
-        is_by_channel = "latents_mean" in held.config
-        vae = identify_vae(held) if is_by_channel else vae_record_of(held)
+        vae = vae_record_of(parts[VAE].held)
     kept = dict(declared.kept)
     for part in parts.values():
         kept |= part.kept

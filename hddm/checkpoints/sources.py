@@ -159,8 +159,9 @@ class Declared:
 
     ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; ``zero_snr`` is what
     says that the network was trained down to zero signal. ``preset`` is a published convention that the user
-    or the file states, and ``presets`` are those that fit its tensors, in words. ``unstated`` is what a
-    conversion needs besides. ``kept`` are tensors that no network needs, for the way back.
+    (``is_preset_stated``) or the file states, and ``presets`` are those that fit its tensors, in words.
+    ``unstated`` is what a conversion needs besides. ``kept`` are tensors that no network needs, for the way
+    back.
     """
 
     scheduler: Mapping[str, Any] | None = None
@@ -170,6 +171,7 @@ class Declared:
     prediction_origin: str = ""
     zero_snr: str | None = None
     preset: Preset | None = None
+    is_preset_stated: bool = False
     presets: str = ""
     unstated: tuple[Unstated, ...] = ()
     is_latent: bool = True
