@@ -1,7 +1,8 @@
 """LoRA files of other tools laid on an expert: as its adapter, or merged into full weights.
 
 A file whose changes all have factors (`hddm.checkpoints.lora_changes`) becomes an adapter: every layer gets
-the largest rank, by zeros, and where alpha/rank differ it is multiplied into B. A layer of the file that
+the largest rank, by zeros, and where alpha/rank differ it is multiplied into B. Where these zeros would make
+the adapter larger than the weights that it changes, it is merged into full weights. A layer of the file that
 holds several of the network, such as queries, keys and values, is divided: each gets its rows of B and all of
 A. LoHa, LoKr, DoRA and plain differences have no factors of small rank, so a file with any of them is merged
 into a copy of the base's weights. Changes to text encoders are in `hddm.checkpoints.lora_texts`.
@@ -126,16 +127,21 @@ def convert_lora(
     scales = Scales(lora)
     text_lines = check_texts(lora, base, text_encoder_lora, scales)
     targets = _targets(lora, network, base, scales, text_encoder_lora == "apply")
-    is_adapter = bool(targets) and all(one.change.has_factors for one in targets)
     check_absent(out, EXPERT_FILE, overwrite)
     lines = [f"names of {lora.naming}, {_summary(lora)}", scales.line]
     writer: _AsAdapter | _Merged
-    if is_adapter:
-        writer = _AsAdapter(lora, targets, base, out, expert.network)
+    factors, why = None, "an adapter cannot hold them"
+    if targets and all(one.change.has_factors for one in targets):
+        factors = _Factors.of(lora, targets, network.state_dict())
+        if factors.outgrow(network.state_dict()):
+            why = f"with rank {factors.rank} for all, an adapter would be larger than these layers"
+            factors = None
+    if factors is not None:
+        writer = _AsAdapter(factors, base, out, network)
         lines.append(f"base: {base} (SHA-256 {writer.adapter.base_sha256[:16]}…)")
     else:
         writer = _Merged(lora, targets, base)
-        lines.append(f"base: {base}, merged into full weights, as an adapter cannot hold them")
+        lines.append(f"base: {base}, merged into full weights, as {why}")
     source = SourceRecord(
         layout="lora",
         files={path.name: sha256_of(path)},
@@ -296,45 +302,82 @@ def _misfit(target: Target, weights: Mapping[str, Tensor]) -> str:
     return f"{target.name!r} has factors {held} for a weight {tuple(weight.shape)}"
 
 
-class _AsAdapter:
-    """The file as an adapter of one rank and one alpha that does the same."""
+@dataclass(frozen=True)
+class _Factors:
+    """A and B of the weights that a file changes, and the scale of each product."""
 
-    def __init__(
-        self,
-        lora: LoraFile,
-        targets: Sequence[Target],
-        base: Path,
-        out: Path,
-        network: Any,
-    ) -> None:
-        self._network, self._factors = network, dict[str, tuple[Tensor, Tensor]]()
-        scales: dict[str, float] = {}
-        weights = network.state_dict()
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    scales: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, lora: LoraFile, targets: Sequence[Target], weights: Mapping[str, Tensor]
+    ) -> "_Factors":
+        """The factors of all ``targets``; `HddmError` for NaN and Inf."""
+        pairs, scales = dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
         for target in targets:
             used = {target.parts[part]: one for part, one in target.change.parts.items()}
             refuse_non_finite(lora.path, used)
             a, b = target.change.factors(target.whole(weights).shape)
             for name, rows in target.divided(b, weights).items():
-                self._factors[name], scales[name] = (a, rows), target.change.scale
-        ranks = {name: len(a) for name, (a, _) in self._factors.items()}
-        widest = max(ranks, key=ranks.__getitem__)
-        self._scales = scales if len(set(scales.values())) > 1 else None
-        alpha = ranks[widest] * (1.0 if self._scales else scales[widest])
+                pairs[name], scales[name] = (a, rows), target.change.scale
+        return cls(pairs, scales)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The largest rank, which all get."""
+        return max(len(a) for a, _ in self.pairs.values())
+
+    @functools.cached_property
+    def scale(self) -> float | None:
+        """The scale of all products; None where they differ, so that it is multiplied into B."""
+        found = set(self.scales.values())
+        return found.pop() if len(found) == 1 else None
+
+    def dtypes(self, name: str) -> tuple[torch.dtype, torch.dtype]:
+        """Those that A and B of the weight ``name`` are written in."""
+        a, b = self.pairs[name]
+        of_b = promoted(b.dtype) if self.scale is not None else promoted(b.dtype, torch.float32)
+        return promoted(a.dtype), of_b
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Bytes of all factors of the largest rank."""
+        total, rank = 0, self.rank
+        for name, (a, b) in self.pairs.items():
+            of_a, of_b = self.dtypes(name)
+            total += rank * (a[0].numel() * of_a.itemsize + len(b) * of_b.itemsize)
+        return total
+
+    def outgrow(self, weights: Mapping[str, Tensor]) -> bool:
+        """True if zeros for the largest rank make them larger than the ``weights`` that they change."""
+        changed = [weights[name] for name in self.pairs]
+        is_padded = any(len(a) < self.rank for a, _ in self.pairs.values())
+        return is_padded and self.size > sum(one.numel() * one.itemsize for one in changed)
+
+
+class _AsAdapter:
+    """The file as an adapter of one rank and one alpha that does the same."""
+
+    def __init__(self, factors: _Factors, base: Path, out: Path, network: Any) -> None:
+        self._network, self._factors = network, factors
+        scale = 1.0 if factors.scale is None else factors.scale
         self.adapter: AdapterRecord = adapter_of(
-            base, out, ranks[widest], float(alpha), tuple(self._factors)
+            base, out, factors.rank, factors.rank * scale, tuple(factors.pairs)
         )
         self.options: dict[str, Any] = {}
-        self.size = 0.0
+        self.size = float(factors.size)
 
     def write(self, draft: Path) -> None:
         """Write config and adapter."""
         self._network.save_config(draft)
         tensors: dict[str, Tensor] = {}
         for name, (down, up) in tensor_names(self.adapter.targets).items():
-            a, b = self._factors[name]
-            a, b = a.to(promoted(a.dtype)), b.to(promoted(b.dtype))
-            if self._scales is not None:
-                b = b.to(promoted(b.dtype, torch.float32)) * self._scales[name]
+            a, b = self._factors.pairs[name]
+            of_a, of_b = self._factors.dtypes(name)
+            a, b = a.to(of_a), b.to(of_b)
+            if self._factors.scale is None:
+                b = b * self._factors.scales[name]
             more, window = self.adapter.rank - len(a), [0, 0] * (a.ndim - 2)
             tensors[down] = pad(a, [*window, 0, 0, 0, more]).contiguous()
             tensors[up] = pad(b, [*window, 0, more]).contiguous()

@@ -1,6 +1,7 @@
 """By how much a LoRA file changes a layer: what peft itself does with the same folder, or a refusal."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,56 @@ def test_a_config_beside_is_that_of_pefts_file_alone(base: Path, tmp_path: Path)
     write_json(tmp_path / ADAPTER_CONFIG, {"r": 3, "lora_alpha": 30})
     lines = convert_lora(tmp_path / "lora.safetensors", base, tmp_path / "out")
     assert "alpha: not stated, so it is the rank" in lines
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_largest_rank_that_outgrows_the_layers_is_merged(
+    dtype: torch.dtype, base: Path, tmp_path: Path
+) -> None:
+    network, noise = text_unet(), torch.Generator().manual_seed(2)
+    content, expected, is_first = {}, dict(network.state_dict()), True
+    for name, module in network.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        out, width = module.weight.shape
+        rank = max(out, width) if is_first and name.endswith("ff.net.0.proj") else 1
+        is_first &= rank == 1
+        a = torch.randn(rank, width, generator=noise).mul(0.1).to(dtype)
+        b = torch.randn(out, rank, generator=noise).mul(0.1).to(dtype)
+        content[f"unet.{name}.lora_A.weight"], content[f"unet.{name}.lora_B.weight"] = a, b
+        expected[f"{name}.weight"] = module.weight + b.float() @ a.float()
+    save_file(content, tmp_path / "lora.safetensors")
+    lines = convert_lora(tmp_path / "lora.safetensors", base, tmp_path / "out")
+    (said,) = [line for line in lines if line.startswith("base: ")]
+    assert "merged into full weights, as with rank" in said
+    assert "an adapter would be larger than these layers" in said
+    assert not (tmp_path / "out" / ADAPTER_WEIGHTS).exists()
+    _compare(open_expert(tmp_path / "out").read().network.state_dict(), expected)
+    own = (base / "diffusion_pytorch_model.safetensors").stat().st_size
+    assert (tmp_path / "out" / "diffusion_pytorch_model.safetensors").stat().st_size <= own + 2000
+
+
+def test_an_adapter_needs_the_space_of_its_factors(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, path = _network(), tmp_path / "lora.safetensors"
+    save_file(content, path)
+    size = sum(one.numel() * one.itemsize for one in content.values())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+    assert "needs 0.00 GB" in refusal(convert_lora, path, base, tmp_path / "out")
+    monkeypatch.undo()
+    convert_lora(path, base, tmp_path / "out")
+
+
+def test_a_file_of_one_rank_stays_an_adapter_although_it_is_larger_than_its_layers(
+    base: Path, tmp_path: Path
+) -> None:
+    width = text_unet().state_dict()[f"{LAYER}.weight"].shape[0]
+    content = {
+        f"unet.{LAYER}.lora_A.weight": torch.eye(width),
+        f"unet.{LAYER}.lora_B.weight": torch.eye(width),
+    }
+    save_file(content, tmp_path / "lora.safetensors")
+    convert_lora(tmp_path / "lora.safetensors", base, tmp_path / "out")
+    assert (tmp_path / "out" / ADAPTER_WEIGHTS).is_file()
