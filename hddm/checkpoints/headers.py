@@ -48,6 +48,8 @@ _KINDS = {
 """Kinds of Stable Diffusion by the names that headers have for them."""
 _RESOLUTIONS = ("modelspec.resolution", "ss_resolution")
 _TITLES = ("modelspec.title", "ss_output_name")
+_HASHES = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+"""Of the tensors of a file."""
 
 
 @dataclass(frozen=True)
@@ -158,3 +160,24 @@ def licence_in(metadata: Mapping[str, str]) -> str | None:
     """The licence that a header states, in one line."""
     stated = metadata.get(LICENCE, "").strip()
     return one_line(stated, LONGEST_LICENCE) if stated else None
+
+
+def without_hashes(metadata: Mapping[str, str]) -> dict[str, str]:
+    """A header for other tensors of the same network."""
+    return {key: value for key, value in metadata.items() if key not in _HASHES}
+
+
+def without_names(metadata: Mapping[str, str]) -> dict[str, str]:
+    """A header for changed weights, which have neither the title nor the hashes of those before."""
+    found = without_hashes(metadata)
+    return {key: value for key, value in found.items() if key not in _TITLES}
+
+
+def with_licence(metadata: Mapping[str, str], licence: str | None) -> dict[str, str]:
+    """A header that states ``licence``; as it is where it does."""
+    found = dict(metadata)
+    if licence != licence_in(metadata):
+        found.pop(LICENCE, None)
+        if licence is not None:
+            found[LICENCE] = licence
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hddm.checkpoints import ldm
-from hddm.checkpoints.headers import read_headers
+from hddm.checkpoints.headers import read_headers, without_hashes
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
     PIXART_ORIGINAL,
@@ -18,7 +18,7 @@ from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.ldm_parts import VAE, FilePart, parts_of, zero_padded
 from hddm.checkpoints.lora_files import is_lora
 from hddm.checkpoints.quantised import read_dequantised
-from hddm.checkpoints.source_names import NamePair, SourceNames
+from hddm.checkpoints.source_names import NamePair, SourceNames, kept_metadata
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.file_text import FileText
@@ -54,8 +54,11 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     _refuse_several(networks, len(networks) > 1, path)
     if networks:
         opened = _open_ldm(next(iter(networks.values())), path, reading)
-        notes = (*opened.declared.notes, *stored.notes)
-        return replace(opened, declared=replace(opened.declared, notes=notes))
+        names, notes = opened.names, (*opened.declared.notes, *stored.notes)
+        if stored.notes and names is not None:
+            # Written back, its tensors are those in float32.
+            names = names.model_copy(update={"metadata": without_hashes(names.metadata)})
+        return replace(opened, names=names, declared=replace(opened.declared, notes=notes))
     for option in ("preset", "tokenizer"):
         if getattr(reading, option) is not None:
             raise UsageError(f"`{option}`: {path} is no single file of Stable Diffusion; drop it")
@@ -115,8 +118,11 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
         notes.append(f"samples of side {side} are assumed; `sample_size` changes that")
     if VAE in parts and scale is not None:
         notes.append(f"latent scale {scale:g} by {scale_place}")
+    metadata, too_large = kept_metadata(header.metadata, origin)
+    notes += too_large
     if len(sets) > 1:
         notes.append("its other set of weights is left out, and is not written back")
+        metadata = without_hashes(metadata)
     text = _text_of(parts, others, arguments, path, reading.tokenizer)
     vae = None
     if VAE in parts and scale is not None:
@@ -141,7 +147,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
         vae=vae,
         text=text,
         components={VAE: parts[VAE].held} if VAE in parts else {},
-        names=_names_of(parts, root, header.metadata),
+        names=_names_of(parts, root, metadata),
     )
 
 

@@ -11,7 +11,9 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
+from hddm.checkpoints.folders import LAYOUT as FOLDER_LAYOUT
 from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert_checkpoint
+from hddm.checkpoints.headers import with_licence, without_names
 from hddm.checkpoints.ldm import LDM, to_root
 from hddm.checkpoints.ldm_parts import VAE
 from hddm.checkpoints.plan import Built
@@ -167,7 +169,7 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
     metadata: Mapping[str, str] = {"format": "pt"}
     if layout == LDM.name and names is not None:
         planned = [replace(one, name=to_root(one.name, names.root)) for one in planned]
-        metadata = names.metadata
+        metadata = without_names(names.metadata) if _has_changed(record) else names.metadata
         for part, pairs in names.parts.items():
             place = _folder_of(source.path, part)
             if place is None:
@@ -177,6 +179,7 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
             planned += table.to_foreign(weights, {}, str(place))
             written.append(part)
     # Buffers of a file, such as the logarithm of no signal, may be infinite.
+    metadata = with_licence(metadata, record.licence)
     write_safetensors(path, planned, metadata, check_finite=not source.declared.kept)
     lost = [name for name in components_of(source.path) if name not in (*written, "tokenizer")]
     if lost:
@@ -187,6 +190,13 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
             "note: the file holds the network alone, without a whole file's VAE and text encoder"
         ]
     return []
+
+
+def _has_changed(record: ExpertRecord) -> bool:
+    """True if the weights are others than those in the file that they come from."""
+    chain = record.source.chain if record.source is not None else ()
+    is_converted = all(one.layout in (*FILE_LAYOUTS, FOLDER_LAYOUT) for one in chain)
+    return not is_converted or bool(record.training)
 
 
 def _pair(one: NamePair) -> Pair:
