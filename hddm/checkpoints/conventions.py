@@ -195,7 +195,8 @@ def _default_of(
 ) -> tuple[str, str]:
     """What the class of a scheduler config predicts by default, and the place that says so."""
     if "name" in config:
-        kinds = "epsilon (Stable Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+        epsilon, v = PredictionType.EPSILON, PredictionType.V_PREDICTION
+        kinds = f"{epsilon} (Stable Diffusion 1, 2-base) or {v} (Stable Diffusion 2 at 768)"
         text = f"does not say what it predicts; pass `prediction_type` {kinds}"
         if source.declared.presets:
             text += f", or `preset` {source.declared.presets}"

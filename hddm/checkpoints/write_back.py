@@ -37,7 +37,7 @@ from hddm.networks.prompts import (
     zeros_in,
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
-from hddm.predictions import PredictionType
+from hddm.predictions import to_edm
 from hddm.prompt_router import TOPIC
 from hddm.schedules import (
     EDM_FAMILY,
@@ -265,11 +265,11 @@ def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | 
         return {**name, "trained_betas": schedule["betas"], **kind, "clip_sample": False}
     path = from_config(schedule)
     if isinstance(path, EDMSchedule):
-        if record.prediction_type != PredictionType.V_PREDICTION:
+        word = to_edm(record.prediction_type, record.negated)
+        if word is None:
             return None
         values = {key: value for key, value in path.config.items() if key != "name"}
-        word = "epsilon" if record.negated else "v_prediction"
-        return {"_class_name": EDM_FAMILY[0], **values, "prediction_type": word}
+        return {"_class_name": EDM_FAMILY[0], **values, "prediction_type": word.value}
     if isinstance(path, LinearSchedule):
         return {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
