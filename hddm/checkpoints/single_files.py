@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.checkpoints import ldm
+from hddm.checkpoints import ldm, ldm_conventions
 from hddm.checkpoints.headers import read_headers, without_hashes
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
@@ -102,16 +102,16 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
     origin, header, root = str(path), read_headers([path]), ldm.root_of(content)
     assert root is not None
     content = ldm.from_root(content, root)
-    statement = ldm.statement_of(content, header, reading, origin)
+    statement = ldm_conventions.statement_of(content, header, reading, origin)
     sets = ldm.weight_sets(content)
     chosen = choose_set(sets, reading.weights, origin)
     weights, others = sets[chosen], ldm.others_in(content)
     refuse_quantised(content, path)
     arguments = LDM.arguments({**others, **weights}, statement.reading, origin)
     network = empty_network(LDM.family.network, arguments, len(weights), origin)
-    scale, scale_place = ldm.latent_scale_of(content, statement, origin)
-    declared = ldm.declared(content, statement, scale, origin)
-    parts = parts_of(others, ldm.latents_of(statement, scale), path)
+    scale, scale_place = ldm_conventions.latent_scale_of(content, statement, origin)
+    declared = ldm_conventions.declared(content, statement, scale, origin)
+    parts = parts_of(others, ldm_conventions.latents_of(statement, scale), path)
     notes = [*declared.notes, *header.notes]
     if statement.reading.sample_size is None:
         side = arguments["sample_size"]

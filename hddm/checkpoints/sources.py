@@ -22,6 +22,8 @@ from hddm.networks.prompts import PipelineText
 from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.tensors import Planned
 
+REMEDY = "fetch it again, or save it without what is left over"
+"""Of a file whose tensors are not those of its layout."""
 Component = Path | Held | HeldTokenizer | HeldPrompts
 """A component of a source: a folder, or part of a file."""
 WeightSet = Literal["ema", "raw", "unstated"]
@@ -113,7 +115,7 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
             problems.append(f"left over {name} {tuple(tensor.shape)}")
     if problems:
         raise HddmError(
-            f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}"
+            f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}; {REMEDY}"
         )
     planned: list[Planned] = []
     for pair in pairs:
