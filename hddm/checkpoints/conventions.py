@@ -107,7 +107,8 @@ def resolve_conventions(
         if in_config:
             in_config = PredictionType.parse(in_config)
     except HddmError as error:
-        raise HddmError(f"{origin}: {error}") from error
+        place = origin if origin.endswith(".json") else f"{source.path}: {origin}"
+        raise HddmError(f"{place}: {error}") from error
     _refuse_signal(source, schedule, origin)
     preset = source.declared.preset
     stated = [

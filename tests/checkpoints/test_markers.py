@@ -95,6 +95,7 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Tensor], tuple[str, ...], str]] =
     "Inf scale": ("1", _with("scale_factor", torch.inf), (), "scale_factor is [inf], and must be a"),
     "zero scale": ("1", _with("scale_factor", 0.0), (), "scale_factor is [0.0], and must be a number"),
     "two scales": ("1", _with("scale_factor", [0.5, 0.5]), (), "scale_factor is (2,), and must be a"),
+    "NaN betas": ("1", {"betas": torch.full((10,), torch.nan)}, (), "the betas in the file: schedule: be"),
     "too many betas": (
         *("1", {"betas": torch.full((MOST_STEPS + 1,), 1e-6)}, ()),
         f"betas has {MOST_STEPS + 1} numbers, and a schedule has at most",
