@@ -249,3 +249,29 @@ class PredictionType(StrEnum):
                 return kind
         names = [kind.value for kind in cls]
         raise HddmError(f"unknown prediction type {name!r}: {choose(name, names)}")
+
+
+_NEGATED_BY_WORD = {PredictionType.EPSILON: True, PredictionType.V_PREDICTION: False}
+"""What EDM's schedulers call a network of v, and whether it gives the negative, as EDM's own does."""
+
+
+def from_edm(word: str) -> tuple[PredictionType, bool]:
+    """What a network predicts that EDM's schedulers call ``word``, and whether it gives the negative of that.
+
+    Raises:
+        HddmError: for an unknown prediction type, or one that EDM does not have.
+    """
+    kind = PredictionType.parse(word)
+    if kind not in _NEGATED_BY_WORD:
+        raise HddmError(
+            f"EDM's schedulers know the prediction types {PredictionType.EPSILON} (EDM's own network) and "
+            f"{PredictionType.V_PREDICTION} (its negative), not {kind}"
+        )
+    return PredictionType.V_PREDICTION, _NEGATED_BY_WORD[kind]
+
+
+def to_edm(kind: PredictionType, is_negated: bool) -> PredictionType | None:
+    """The inverse of `from_edm`; None for what EDM's schedulers have no word for."""
+    if kind is not PredictionType.V_PREDICTION:
+        return None
+    return next(word for word, negated in _NEGATED_BY_WORD.items() if negated == is_negated)

@@ -24,7 +24,7 @@ import diffusers
 import torch
 from torch import Tensor
 
-from hddm.predictions import PredictionType
+from hddm.predictions import PredictionType, from_edm
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json
 from hddm.utils.tensors import to_float64
@@ -414,21 +414,14 @@ def _edm_schedule(config: Mapping[str, Any], name: str, origin: str) -> EDMSched
 def read_prediction(schedule: Schedule, stated: str) -> tuple[PredictionType, bool]:
     """What a network predicts that diffusers calls ``stated``, and whether it gives the negative of that.
 
-    EDM's schedulers call EDM's own network ``epsilon``, which is the negative of v, and one of v
-    ``v_prediction``. All other schedules mean what they say.
+    EDM's schedulers have words of their own (`hddm.predictions.from_edm`); all others mean what they say.
 
     Raises:
         HddmError: for an unknown prediction type, or one that EDM does not have.
     """
-    kind = PredictionType.parse(stated)
-    if not isinstance(schedule, EDMSchedule):
-        return kind, False
-    if kind not in (PredictionType.EPSILON, PredictionType.V_PREDICTION):
-        raise HddmError(
-            f"EDM's schedulers know the prediction types epsilon (EDM's own network) and v_prediction (its "
-            f"negative), not {kind}"
-        )
-    return PredictionType.V_PREDICTION, kind is PredictionType.EPSILON
+    if isinstance(schedule, EDMSchedule):
+        return from_edm(stated)
+    return PredictionType.parse(stated), False
 
 
 def declared_prediction_type(source: object) -> str | None:
@@ -445,9 +438,11 @@ def declared_prediction_type(source: object) -> str | None:
     if config.get("prediction_type") is not None:
         stated["prediction_type"] = str(config["prediction_type"])
     if config.get("predict_epsilon") is not None:
-        stated["predict_epsilon"] = "epsilon" if config["predict_epsilon"] else "sample"
+        is_noise = config["predict_epsilon"]
+        kind = PredictionType.EPSILON if is_noise else PredictionType.SAMPLE
+        stated["predict_epsilon"] = kind.value
     if config.get("_class_name") in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
-        stated["a flow-match scheduler"] = "flow_prediction"
+        stated["a flow-match scheduler"] = PredictionType.FLOW_PREDICTION.value
     if len(set(stated.values())) > 1:
         said = ", ".join(f"{key}: {value}" for key, value in stated.items())
         raise HddmError(f"{origin}: contradicts itself ({said}); correct the config")

@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
             files = self.server.repos.get(match[1])
             if files is None:
                 return self._answer({"error": "Repository not found"}, 404, "RepoNotFound")
-            siblings = [{"rfilename": name} for name in files]
+            siblings = [{"rfilename": name, "size": len(one)} for name, one in files.items()]
             return self._answer(
                 {"id": match[1], "sha": COMMIT, "siblings": siblings, "private": False}
             )

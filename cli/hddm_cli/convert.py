@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from hddm.settings import Conversion, Described, InputPath, ModelPath
 from hddm.utils.errors import UsageError
 from hddm.utils.files import refuse_pickle
+from hddm.utils.hub import Wanted, local
 from hddm.utils.progress import Progress
-from hddm_cli.options import ModelArgument, Out, Overwrite
+from hddm_cli.options import NamedArgument, Out, Overwrite
 from hddm_cli.usage import say
 
 
@@ -31,7 +32,7 @@ class ConvertOptions(Described):
 
 def convert(
     source: Annotated[
-        Path, ModelArgument(help="Checkpoint file, model folder, pipeline folder or expert folder.")
+        Path, NamedArgument(help="Checkpoint file, model folder, pipeline folder or expert folder.")
     ],
     out: Out,
     settings: Conversion,
@@ -57,7 +58,7 @@ def convert(
             if to_layout is not None:
                 from hddm.checkpoints.write_back import write_back
 
-                lines: Iterable[str] = write_back(source, out, to_layout, dry_run, overwrite)
+                lines: Iterable[str] = write_back(local(source), out, to_layout, dry_run, overwrite)
             else:
                 from hddm.checkpoints.lora import convert_lora
 
@@ -77,6 +78,7 @@ def convert(
         return
     if options.text_encoder_lora is not None:
         raise UsageError("--text-encoder-lora: belongs to a LoRA file; pass --base, or drop it")
+    source = local(source, Wanted(settings.variant, settings.weights))
     # Of a folder that holds both kinds, safetensors are read.
     pickles = (
         [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from hddm.settings import Reading
-from hddm_cli.options import AsJson, ModelArgument, Without
+from hddm.utils.hub import Wanted, local
+from hddm_cli.options import AsJson, NamedArgument, Without
 from hddm_cli.usage import say
 
 _OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
@@ -17,7 +18,7 @@ _OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
 
 def inspect(
     path: Annotated[
-        Path, ModelArgument(help="Folder or file written by hddm, images or a checkpoint.")
+        Path, NamedArgument(help="Folder or file written by hddm, images or a checkpoint.")
     ],
     settings: Annotated[Reading, Without(_OF_CONVERSIONS)],
     as_json: AsJson = False,
@@ -28,6 +29,7 @@ def inspect(
     """
     from hddm.inspection.folders import inspected
 
+    path = local(path, Wanted(settings.variant))
     description = inspected(path, settings.allow_pickle, settings.variant)
     if as_json:
         typer.echo(json.dumps(description, indent=2))

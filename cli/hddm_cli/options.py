@@ -19,7 +19,7 @@ from hddm.settings import MODEL, READ, Shown
 from hddm.training.settings import settings_of
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import check_absent, is_empty, restore
-from hddm.utils.hub import local
+from hddm.utils.hub import HubName, local
 from hddm.utils.records import EXPERT_FILE, Record
 from hddm_cli.usage import Verb, as_typed
 
@@ -53,6 +53,15 @@ def fetched(param: typer.CallbackParam, value: Any) -> Any:
     return existing(param, value)
 
 
+def named(param: typer.CallbackParam, value: Any) -> Any:
+    """Callback of paths of models of which other options say what is downloaded: a name stays one.
+
+    Raises:
+        UsageError: as `existing`.
+    """
+    return value if HubName.parse(str(value)) is not None else existing(param, value)
+
+
 def absent(context: typer.Context, value: Path) -> Path:
     """Callback of --out: what is in the way is refused before anything is imported to fill it.
 
@@ -75,6 +84,7 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 ModelArgument = functools.partial(typer.Argument, callback=fetched)
+NamedArgument = functools.partial(typer.Argument, callback=named)
 ModelOption = functools.partial(typer.Option, callback=fetched)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.layouts import FileLayout
 from hddm.checkpoints.ldm_parts import VAE, vae_part
-from hddm.checkpoints.source_names import SourceNames
+from hddm.checkpoints.source_names import SourceNames, kept_metadata
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Pair, same
 from hddm.networks.families import families
 from hddm.networks.families.family import Family, ForeignLayer, SingleFile
@@ -103,6 +103,8 @@ def open_author_file(
     if texts:
         left = f"text encoders ({_encoders(texts)}) are left out"
         notes.append(f"its {left}; assemble the expert with those of a folder")
+    metadata, too_large = kept_metadata(header.metadata, origin)
+    notes += too_large
     declared = layout.declared(weights, arguments, reading, origin)
     return Checkpoint(
         path=path,
@@ -121,7 +123,7 @@ def open_author_file(
         components={name: part.held for name, part in parts.items()},
         names=SourceNames(
             parts={name: part.table.name_pairs for name, part in parts.items()},
-            metadata=dict(header.metadata),
+            metadata=metadata,
         ),
         sample_size=reading.sample_size or file.sample_size,
     )

@@ -1,10 +1,11 @@
 """The conventions of a checkpoint, which are never guessed: schedule, prediction, shift and units.
 
-Schedule and prediction type come from the first of: the user (``--schedule``, ``--prediction-type``); a
-preset; the scheduler config beside the weights (a missing key has its class's documented default, which is
-printed); what the file's own tensors and header say; the one rule of a layout's code. Where statements
-contradict each other, or there is none, the conversion stops and asks. The shift in a flow-match scheduler's
-config is applied once, by `hddm.sampling.time_grid`; no training schedule depends on it.
+Schedule and prediction type come from the first of: the user (``--schedule``, ``--prediction-type``, or a
+preset); a preset that the file means; the scheduler config beside the weights (a missing key has its class's
+documented default, which is printed); what the file's own tensors and header say; the one rule of a layout's
+code. Where statements contradict each other, or there is none, the conversion stops and asks. The shift in a
+flow-match scheduler's config is applied once, by `hddm.sampling.time_grid`; no training schedule depends on
+it.
 """
 
 import math
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hddm.checkpoints.presets import Preset
+from hddm.checkpoints.presets import Preset, is_edm, is_near
 from hddm.checkpoints.sources import Checkpoint
 from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.predictions import PredictionType
 from hddm.schedules import (
     DiscreteSchedule,
+    EDMSchedule,
     LinearSchedule,
     Schedule,
     declared_prediction_type,
@@ -105,7 +107,8 @@ def resolve_conventions(
         if in_config:
             in_config = PredictionType.parse(in_config)
     except HddmError as error:
-        raise HddmError(f"{origin}: {error}") from error
+        place = origin if origin.endswith(".json") else f"{source.path}: {origin}"
+        raise HddmError(f"{place}: {error}") from error
     _refuse_signal(source, schedule, origin)
     preset = source.declared.preset
     stated = [
@@ -114,7 +117,9 @@ def resolve_conventions(
         Stated(in_config, origin),
     ]
     if preset is not None:
-        _refuse_other_schedule(source, preset, schedule, origin)
+        is_free = not source.declared.is_preset_stated and not is_edm(preset)
+        if schedule_file is None or not is_free:
+            _refuse_other_schedule(source, preset, schedule, origin)
         if origin != preset.place:
             stated.append(Stated(preset.prediction_type.value, preset.place))
     by_user = prediction_type
@@ -171,6 +176,8 @@ def _scheduler_of(
     if schedule_file is not None:
         if declared.scheduler is not None and not declared.is_layout_rule:
             notes.append(f"{schedule_file} instead of {declared.scheduler_origin}")
+        elif declared.preset is not None and not declared.is_preset_stated:
+            notes.append(f"{schedule_file} instead of the schedule of {declared.preset.place}")
         return read_json(schedule_file), str(schedule_file), False
     if declared.scheduler is None and declared.preset is not None:
         return declared.preset.scheduler, declared.preset.place, False
@@ -190,7 +197,8 @@ def _default_of(
 ) -> tuple[str, str]:
     """What the class of a scheduler config predicts by default, and the place that says so."""
     if "name" in config:
-        kinds = "epsilon (Stable Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+        epsilon, v = PredictionType.EPSILON, PredictionType.V_PREDICTION
+        kinds = f"{epsilon} (Stable Diffusion 1, 2-base) or {v} (Stable Diffusion 2 at 768)"
         text = f"does not say what it predicts; pass `prediction_type` {kinds}"
         if source.declared.presets:
             text += f", or `preset` {source.declared.presets}"
@@ -240,18 +248,25 @@ def _refuse_signal(source: Checkpoint, schedule: Schedule, origin: str) -> None:
 def _refuse_other_schedule(
     source: Checkpoint, preset: Preset, schedule: Schedule, origin: str
 ) -> None:
-    """Refuse a schedule that is not the preset's, up to the rounding of betas."""
+    """Refuse a schedule that is not the preset's, up to the rounding of betas and of EDM's sigmas."""
     own = from_diffusers(preset.scheduler)
     is_same = own.config == schedule.config
+    if isinstance(own, EDMSchedule) and isinstance(schedule, EDMSchedule):
+        ours, theirs = ((one.sigma_min, one.sigma_max, one.sigma_data) for one in (own, schedule))
+        is_same = all(map(is_near, ours, theirs))
     if isinstance(own, DiscreteSchedule) and isinstance(schedule, DiscreteSchedule):
         times = torch.linspace(0, own.end, 50, dtype=torch.float64)
         # Near zero signal, rounding moves the ratio far.
         alphas, others = own.alpha(times), schedule.alpha(times.clamp_max(schedule.end))
         is_same = own.end == schedule.end and torch.allclose(alphas, others, rtol=1e-3, atol=1e-3)
-    if not is_same:
-        raise HddmError(
-            f"{source.path}: the schedule of {origin} contradicts {preset.place}; drop one of them"
-        )
+    if is_same:
+        return
+    remedy = "drop one of them"
+    if not source.declared.is_preset_stated:
+        remedy = "pass `schedule` with what is true"
+        if is_edm(preset):
+            remedy = f"drop `schedule`, or remove its {preset.marker}"
+    raise HddmError(f"{source.path}: the schedule of {origin} contradicts {preset.place}; {remedy}")
 
 
 def _time_scale(

@@ -50,7 +50,7 @@ from hddm.schedules import CosineSchedule, DiscreteSchedule, EDMSchedule, Schedu
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
-from hddm.utils.hub import local
+from hddm.utils.hub import Wanted, local
 from hddm.utils.progress import Progress
 from hddm.utils.records import write_manifest
 from hddm.utils.streams import Use, generator
@@ -116,7 +116,7 @@ def convert(
         HddmError: for an unreadable source, unknown or contradicting conventions, tensors that are not
             exactly those of the network, a failed comparison, or an existing ``out``.
     """
-    source = local(source)
+    source = local(source, Wanted(settings.variant, settings.weights))
     with Progress(None, "read the checkpoint"):
         planned = plan_conversion(source, settings)
     check_absent(out, EXPERT_FILE, overwrite)

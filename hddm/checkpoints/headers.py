@@ -33,11 +33,13 @@ _TIMESTEPS = "modelspec.timestep_range"
 LONGEST_LICENCE = 200
 _VERSION, _IS_V2, _IS_V = "ss_base_model_version", "ss_v2", "ss_v_parameterization"
 _HAS_NO_SIGNAL = "ss_zero_terminal_snr"
+REFINER = "XL's refiner"
 _KINDS = {
     "stable-diffusion-v1": "1",
     "stable-diffusion-v2-512": "2",
     "stable-diffusion-v2-768-v": "2",
     "stable-diffusion-xl-v1-base": "XL",
+    "stable-diffusion-xl-v1-refiner": REFINER,
     "sd_v1": "1",
     "sd_v2": "2",
     "sdxl_base_v1-0": "XL",
@@ -46,6 +48,8 @@ _KINDS = {
 """Kinds of Stable Diffusion by the names that headers have for them."""
 _RESOLUTIONS = ("modelspec.resolution", "ss_resolution")
 _TITLES = ("modelspec.title", "ss_output_name")
+_HASHES = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+"""Of the tensors of a file."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Header:
 
     Args:
         predictions: what the network predicts, by the key and file that say so.
-        kinds: the kind of Stable Diffusion (1, 2 or XL), likewise.
+        kinds: the kind of Stable Diffusion (1, 2, XL or `REFINER`), likewise.
         zero_snr: the key and file that say that it was trained down to zero signal.
         side: of square pictures, in pixels, and the key that says so.
         licence: of the weights.
@@ -156,3 +160,24 @@ def licence_in(metadata: Mapping[str, str]) -> str | None:
     """The licence that a header states, in one line."""
     stated = metadata.get(LICENCE, "").strip()
     return one_line(stated, LONGEST_LICENCE) if stated else None
+
+
+def without_hashes(metadata: Mapping[str, str]) -> dict[str, str]:
+    """A header for other tensors of the same network."""
+    return {key: value for key, value in metadata.items() if key not in _HASHES}
+
+
+def without_names(metadata: Mapping[str, str]) -> dict[str, str]:
+    """A header for changed weights, which have neither the title nor the hashes of those before."""
+    found = without_hashes(metadata)
+    return {key: value for key, value in found.items() if key not in _TITLES}
+
+
+def with_licence(metadata: Mapping[str, str], licence: str | None) -> dict[str, str]:
+    """A header that states ``licence``; as it is where it does."""
+    found = dict(metadata)
+    if licence != licence_in(metadata):
+        found.pop(LICENCE, None)
+        if licence is not None:
+            found[LICENCE] = licence
+    return found

@@ -31,6 +31,7 @@ from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Family
 from hddm.networks.families.pixart import PIXART
 from hddm.networks.sizes import SIZES
+from hddm.predictions import PredictionType
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
@@ -121,7 +122,7 @@ LINEAR_BETAS = {
     "beta_schedule": "linear",
     "beta_start": 1e-4,
     "beta_end": 0.02,
-    "prediction_type": "epsilon",
+    "prediction_type": PredictionType.EPSILON.value,
 }
 _SIT = (
     "SiT files look the same but predict a velocity: this file is read as DiT, which predicts noise"

@@ -8,33 +8,19 @@ conversion needs, which a preset states (`hddm.checkpoints.presets`).
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.headers import Header
 from hddm.checkpoints.layouts import FileLayout, Modules, attend
-from hddm.checkpoints.presets import (
-    EDM_MEAN,
-    EDM_STD,
-    PRESETS,
-    V_MARKER,
-    ZERO_MARKER,
-    Kind,
-    Preset,
-    choose_preset,
-    fitting,
-)
+from hddm.checkpoints.presets import PRESETS
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.condition_names import TEXT, TEXT_EMBEDS
-from hddm.networks.encoders import KL, STABLE_DIFFUSION_SCALE
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.settings import Reading
-from hddm.utils.errors import HddmError, Unstated, shown
+from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
 
 UNET = "model.diffusion_model."
@@ -42,8 +28,6 @@ MARKERS = (f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight")
 EMA = "model_ema."
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 """What the names of the VAE and of text encoders begin with."""
-_PIXELS = 8
-"""Pixels to one side of a latent."""
 _GROUPS = 32
 _SIZES, _SIZE_WIDTH = 6, 256
 """Numbers on the size and crop of a picture that XL takes, and the width to which it embeds each."""
@@ -54,8 +38,6 @@ _HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
     (_SD, 1024, True): [5, 10, 20, 20],
     (_XL, 2048, True): [5, 10, 20],
 }
-_TEXT_WIDTHS = (768, 1024, 2048)
-"""Of the published networks."""
 _MIDDLE = "UNetMidBlock2DCrossAttn"
 _BLOCKS = {_MIDDLE, "CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"}
 _OUTER = {
@@ -77,10 +59,6 @@ _RESNET = {
 }
 _INNER = re.compile(
     r"(mid_block|down_blocks|up_blocks)(?:\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
-)
-_BUFFERS = re.compile(
-    r"betas|alphas_cumprod(_prev)?|(sqrt_|log_)\w+|posterior_\w+|lvlb_weights|logvar|scale_factor|"
-    r"denoiser\.sigmas|v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.sigma_(min|max)"
 )
 _ROOTS = (UNET, "diffusion_model.", "model.", "")
 """What the names of a network begin with: in whole files, and in those of a network alone."""
@@ -110,58 +88,6 @@ def to_root(name: str, root: str) -> str:
     return f"{root}{name.removeprefix(UNET)}" if name.startswith(UNET) else name
 
 
-def kind_of(content: Weights) -> Kind:
-    """The kind of Stable Diffusion whose shapes a network has."""
-    if f"{UNET}label_emb.0.0.weight" in content:
-        return "XL"
-    for name, tensor in content.items():
-        if name.startswith(f"{UNET}input_blocks.") and name.endswith(".proj_in.weight"):
-            return "2" if tensor.ndim == 2 else "1"
-    return "1"
-
-
-def _text_width(content: Weights) -> int | None:
-    """Width of the text that a network takes."""
-    for name, tensor in content.items():
-        if name.startswith(UNET) and name.endswith(".attn2.to_k.weight") and tensor.ndim == 2:
-            return tensor.shape[1]
-    return None
-
-
-@dataclass(frozen=True)
-class Statement:
-    """What a user and a file say of its conventions, beside its tensors' shapes.
-
-    ``reading`` is the user's, completed: with the preset that the file means, and the side of samples.
-    """
-
-    preset: Preset | None
-    kind: Kind
-    reading: Reading
-    notes: tuple[str, ...] = ()
-    zero_snr: str | None = None
-
-
-def statement_of(content: Weights, header: Header, reading: Reading, origin: str) -> Statement:
-    """What a file and its user say; `HddmError` as for `choose_preset`."""
-    kind, notes = kind_of(content), []
-    text_width = _text_width(content)
-    is_published = text_width in _TEXT_WIDTHS
-    preset = choose_preset(reading.preset, kind, content, header, origin, is_published)
-    if preset is not None and reading.preset is None:
-        notes.append(f"{preset.name} is its preset, by its own markers or header")
-    side = reading.sample_size
-    if side is None and header.side is not None and header.side[0] % _PIXELS == 0:
-        side = header.side[0] // _PIXELS
-        notes.append(f"samples of side {side} by {header.side[1]}")
-    if side is None and preset is not None:
-        side = preset.sample_size
-    name = None if preset is None else preset.name
-    completed = reading.model_copy(update={"preset": name, "sample_size": side})
-    zero_snr = "its ztsnr" if ZERO_MARKER in content else header.zero_snr
-    return Statement(preset, kind, completed, tuple(notes), zero_snr)
-
-
 def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tensor]]:
     """The network's tensors by set, given all tensors of a file."""
     raw = {name: tensor for name, tensor in content.items() if name.startswith(UNET)}
@@ -177,89 +103,6 @@ def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tens
 def others_in(content: Weights) -> dict[str, Tensor]:
     """Tensors of the VAE and the text encoders."""
     return {name: one for name, one in content.items() if name.startswith(OTHER_PARTS)}
-
-
-def latent_scale_of(
-    content: Weights, statement: Statement, origin: str
-) -> tuple[float | None, str]:
-    """The scale of the latents, and the place that says it.
-
-    It is that of the file's ``scale_factor``, which must be the preset's, or the preset's; of a VAE of Stable
-    Diffusion 1 and 2 it is else the default of its class. None where nothing says it.
-    """
-    stored, preset = content.get("scale_factor"), statement.preset
-    scale = None if stored is None or stored.numel() != 1 else float(stored)
-    if scale is not None and preset is not None and not _is_near(scale, preset.latent_scale):
-        raise HddmError(
-            f"{origin}: its scale_factor is {scale:g}, which contradicts {preset.place}, whose latents "
-            f"are scaled by {preset.latent_scale:g}; pass another `preset`, or none"
-        )
-    if scale is not None:
-        return scale, "its scale_factor"
-    if preset is not None:
-        return preset.latent_scale, preset.place
-    if not any(name.startswith(OTHER_PARTS[0]) for name in content):
-        return None, ""
-    if statement.kind == "XL":
-        return None, ""
-    return STABLE_DIFFUSION_SCALE, f"the default of {KL}"
-
-
-def latents_of(content: Weights, scale: float | None) -> dict[str, Any]:
-    """What the config of the file's VAE says of its latents: their ``scale``, and statistics by channel."""
-    found: dict[str, Any] = {"scaling_factor": scale}
-    if EDM_MEAN in content and EDM_STD in content:
-        found["latents_mean"] = content[EDM_MEAN].float().flatten().tolist()
-        found["latents_std"] = content[EDM_STD].float().flatten().tolist()
-    return found
-
-
-def _is_near(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-3 * abs(other)
-
-
-def choices(kind: Kind) -> str:
-    """Presets for a kind of network, in words."""
-    *first, last = fitting(kind)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def declared(content: Weights, statement: Statement, scale: float | None, origin: str) -> Declared:
-    """What the file's buffers and markers say; refuses tensors of no part.
-
-    Trainers leave ``ztsnr`` in files trained down to zero signal, often beside the original betas; these are
-    then rescaled as the trainers do (arXiv:2305.08891).
-    """
-    buffers = {name: tensor for name, tensor in content.items() if _BUFFERS.fullmatch(name)}
-    known = (UNET, EMA, *OTHER_PARTS)
-    strangers = [name for name in content if not name.startswith(known) and name not in buffers]
-    if strangers:
-        listed = ", ".join(shown(strangers))
-        raise HddmError(f"{origin}: its tensors are not those of the layout: left over {listed}")
-    schedule, place = None, "the betas in the file"
-    if "betas" in content and content["betas"].numel():
-        betas = content["betas"].double().flatten()
-        if statement.zero_snr is not None and len(betas) > 1 and betas[-1] < 1:
-            betas = rescale_zero_terminal_snr(betas)
-            place += f", rescaled to no signal at their end as {statement.zero_snr} asks"
-        schedule = {"name": "discrete", "betas": betas.tolist()}
-    unstated: list[Unstated] = []
-    if scale is None and any(name.startswith(OTHER_PARTS[0]) for name in content):
-        text = f"does not say the scale of its latents; pass `preset` {choices(statement.kind)}"
-        unstated.append(Unstated(origin, text, "preset"))
-    return Declared(
-        schedule,
-        place,
-        unstated=tuple(unstated),
-        prediction_type="v_prediction" if V_MARKER in content else None,
-        prediction_origin="its tensor v_pred",
-        zero_snr=statement.zero_snr,
-        latent_scale=scale,
-        notes=statement.notes,
-        kept=buffers,
-        preset=statement.preset,
-        presets=choices(statement.kind),
-    )
 
 
 def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:

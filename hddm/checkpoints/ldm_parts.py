@@ -40,7 +40,6 @@ _GROUPS = 32
 """Of the norms of latent diffusion's VAE, which its code fixes."""
 _HEAD_WIDTH = 64
 """Of the text encoders of CLIP and open_clip."""
-_REFINER = "conditioner.embedders.0.model."
 _FUSED = re.compile(r".*\.in_proj_(?:weight|bias)")
 _LAST_LAYER = 23
 """Layer of the text encoder of Stable Diffusion 2 whose output its code does not use."""
@@ -110,10 +109,6 @@ def parts_of(others: Weights, latents: Mapping[str, Any], path: Path) -> dict[st
     for name in [*rest]:
         if re.sub(r"^(cond_stage_model|conditioner\.embedders\.\d)\.", "", name) in _NOT_NEEDED:
             beside[name] = rest.pop(name)
-    if any(name.startswith(_REFINER) for name in rest):
-        raise HddmError(
-            f"{path}: is a refiner, which changes a given picture; convert its base model"
-        )
     if rest:
         KeyTable([]).to_ours(rest, str(path))
     if SECOND_TEXT in found and TEXT not in found:

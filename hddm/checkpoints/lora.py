@@ -1,7 +1,8 @@
 """LoRA files of other tools laid on an expert: as its adapter, or merged into full weights.
 
 A file whose changes all have factors (`hddm.checkpoints.lora_changes`) becomes an adapter: every layer gets
-the largest rank, by zeros, and where alpha/rank differ it is multiplied into B. A layer of the file that
+the largest rank, by zeros, and where alpha/rank differ it is multiplied into B. Where these zeros would make
+the adapter larger than the weights that it changes, it is merged into full weights. A layer of the file that
 holds several of the network, such as queries, keys and values, is divided: each gets its rows of B and all of
 A. LoHa, LoKr, DoRA and plain differences have no factors of small rank, so a file with any of them is merged
 into a copy of the base's weights. Changes to text encoders are in `hddm.checkpoints.lora_texts`.
@@ -24,8 +25,9 @@ from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert_checkpoint
 from hddm.checkpoints.headers import predictions_in
 from hddm.checkpoints.lora_changes import BIAS, Change
-from hddm.checkpoints.lora_files import Alphas, Layers, LoraFile, lora_file, read_lora
+from hddm.checkpoints.lora_files import Layers, LoraFile, lora_file, read_lora
 from hddm.checkpoints.lora_names import ATTENTION, COUNTED_MODULES, LayerNames, counted_layers
+from hddm.checkpoints.lora_scales import Scales
 from hddm.checkpoints.lora_texts import change_texts, check_texts
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint, as_planned
@@ -122,19 +124,24 @@ def convert_lora(
             f"`licence` {licence}: the header of {path} states {lora.licence!r}; drop the option"
         )
     network: Any = expert.network
-    alphas = Alphas(lora)
-    text_lines = check_texts(lora, base, text_encoder_lora)
-    targets = _targets(lora, network, base, alphas, text_encoder_lora == "apply")
-    is_adapter = bool(targets) and all(one.change.has_factors for one in targets)
+    scales = Scales(lora)
+    text_lines = check_texts(lora, base, text_encoder_lora, scales)
+    targets = _targets(lora, network, base, scales, text_encoder_lora == "apply")
     check_absent(out, EXPERT_FILE, overwrite)
-    lines = [f"names of {lora.naming}, {_summary(lora)}", alphas.line]
+    lines = [f"names of {lora.naming}, {_summary(lora)}", scales.line]
     writer: _AsAdapter | _Merged
-    if is_adapter:
-        writer = _AsAdapter(lora, targets, base, out, expert.network)
+    factors, why = None, "an adapter cannot hold them"
+    if targets and all(one.change.has_factors for one in targets):
+        factors = _Factors.of(lora, targets, network.state_dict())
+        if factors.outgrow(network.state_dict()):
+            why = f"with rank {factors.rank} for all, an adapter would be larger than these layers"
+            factors = None
+    if factors is not None:
+        writer = _AsAdapter(factors, base, out, network)
         lines.append(f"base: {base} (SHA-256 {writer.adapter.base_sha256[:16]}…)")
     else:
         writer = _Merged(lora, targets, base)
-        lines.append(f"base: {base}, merged into full weights, as an adapter cannot hold them")
+        lines.append(f"base: {base}, merged into full weights, as {why}")
     source = SourceRecord(
         layout="lora",
         files={path.name: sha256_of(path)},
@@ -169,7 +176,7 @@ def convert_lora(
             keep_component(draft, name, folder)
         nulls = expert.nulls
         if text_encoder_lora == "apply":
-            record, nulls = change_texts(draft, lora, record, nulls, alphas)
+            record, nulls = change_texts(draft, lora, record, nulls, scales)
         write_records(draft, record, nulls)
         open_expert(draft)
     return [*lines, f"{out}: converted"]
@@ -198,7 +205,7 @@ def _notes_on_prediction(lora: LoraFile, record: ExpertRecord, base: Path) -> li
 
 
 def _targets(
-    lora: LoraFile, network: ModelMixin, base: Path, alphas: Alphas, may_be_none: bool
+    lora: LoraFile, network: ModelMixin, base: Path, scales: Scales, may_be_none: bool
 ) -> list[Target]:
     """The layers of the file with those of the network; ``may_be_none`` if other changes are enough.
 
@@ -229,8 +236,8 @@ def _targets(
             if misfit:
                 foreign.append(misfit)
             else:
-                alpha = alphas.of(parts, (name, *layer.layers))
-                found.append(Target(name, parts, layer, Change(change.parts, alpha)))
+                scale = scales.of(parts, (name, *layer.layers))
+                found.append(Target(name, parts, layer, Change(change.parts, scale)))
     if not layers and not may_be_none:
         raise HddmError(f"{lora.path}: changes no layer of a network; name another file")
     if broken:
@@ -245,7 +252,7 @@ def _targets(
     names = set[str]()
     for target in found:
         names.update((target.name, *target.layer.layers))
-    alphas.refuse_unused(names)
+    scales.refuse_unused(names)
     return found
 
 
@@ -295,45 +302,82 @@ def _misfit(target: Target, weights: Mapping[str, Tensor]) -> str:
     return f"{target.name!r} has factors {held} for a weight {tuple(weight.shape)}"
 
 
-class _AsAdapter:
-    """The file as an adapter of one rank and one alpha that does the same."""
+@dataclass(frozen=True)
+class _Factors:
+    """A and B of the weights that a file changes, and the scale of each product."""
 
-    def __init__(
-        self,
-        lora: LoraFile,
-        targets: Sequence[Target],
-        base: Path,
-        out: Path,
-        network: Any,
-    ) -> None:
-        self._network, self._factors = network, dict[str, tuple[Tensor, Tensor]]()
-        scales: dict[str, float] = {}
-        weights = network.state_dict()
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    scales: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, lora: LoraFile, targets: Sequence[Target], weights: Mapping[str, Tensor]
+    ) -> "_Factors":
+        """The factors of all ``targets``; `HddmError` for NaN and Inf."""
+        pairs, scales = dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
         for target in targets:
             used = {target.parts[part]: one for part, one in target.change.parts.items()}
             refuse_non_finite(lora.path, used)
             a, b = target.change.factors(target.whole(weights).shape)
             for name, rows in target.divided(b, weights).items():
-                self._factors[name], scales[name] = (a, rows), target.change.scale
-        ranks = {name: len(a) for name, (a, _) in self._factors.items()}
-        widest = max(ranks, key=ranks.__getitem__)
-        self._scales = scales if len(set(scales.values())) > 1 else None
-        alpha = ranks[widest] * (1.0 if self._scales else scales[widest])
+                pairs[name], scales[name] = (a, rows), target.change.scale
+        return cls(pairs, scales)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The largest rank, which all get."""
+        return max(len(a) for a, _ in self.pairs.values())
+
+    @functools.cached_property
+    def scale(self) -> float | None:
+        """The scale of all products; None where they differ, so that it is multiplied into B."""
+        found = set(self.scales.values())
+        return found.pop() if len(found) == 1 else None
+
+    def dtypes(self, name: str) -> tuple[torch.dtype, torch.dtype]:
+        """Those that A and B of the weight ``name`` are written in."""
+        a, b = self.pairs[name]
+        of_b = promoted(b.dtype) if self.scale is not None else promoted(b.dtype, torch.float32)
+        return promoted(a.dtype), of_b
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Bytes of all factors of the largest rank."""
+        total, rank = 0, self.rank
+        for name, (a, b) in self.pairs.items():
+            of_a, of_b = self.dtypes(name)
+            total += rank * (a[0].numel() * of_a.itemsize + len(b) * of_b.itemsize)
+        return total
+
+    def outgrow(self, weights: Mapping[str, Tensor]) -> bool:
+        """True if zeros for the largest rank make them larger than the ``weights`` that they change."""
+        changed = [weights[name] for name in self.pairs]
+        is_padded = any(len(a) < self.rank for a, _ in self.pairs.values())
+        return is_padded and self.size > sum(one.numel() * one.itemsize for one in changed)
+
+
+class _AsAdapter:
+    """The file as an adapter of one rank and one alpha that does the same."""
+
+    def __init__(self, factors: _Factors, base: Path, out: Path, network: Any) -> None:
+        self._network, self._factors = network, factors
+        scale = 1.0 if factors.scale is None else factors.scale
         self.adapter: AdapterRecord = adapter_of(
-            base, out, ranks[widest], float(alpha), tuple(self._factors)
+            base, out, factors.rank, factors.rank * scale, tuple(factors.pairs)
         )
         self.options: dict[str, Any] = {}
-        self.size = 0.0
+        self.size = float(factors.size)
 
     def write(self, draft: Path) -> None:
         """Write config and adapter."""
         self._network.save_config(draft)
         tensors: dict[str, Tensor] = {}
         for name, (down, up) in tensor_names(self.adapter.targets).items():
-            a, b = self._factors[name]
-            a, b = a.to(promoted(a.dtype)), b.to(promoted(b.dtype))
-            if self._scales is not None:
-                b = b.to(promoted(b.dtype, torch.float32)) * self._scales[name]
+            a, b = self._factors.pairs[name]
+            of_a, of_b = self._factors.dtypes(name)
+            a, b = a.to(of_a), b.to(of_b)
+            if self._factors.scale is None:
+                b = b * self._factors.scales[name]
             more, window = self.adapter.rank - len(a), [0, 0] * (a.ndim - 2)
             tensors[down] = pad(a, [*window, 0, 0, 0, more]).contiguous()
             tensors[up] = pad(b, [*window, 0, more]).contiguous()

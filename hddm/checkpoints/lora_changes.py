@@ -3,7 +3,7 @@
     LoRA     W + s B A             A = down (r, in, h, w), B = up (out, r);  s = alpha/r
     LoCon    the same, with A = sum_q mid[:, q] down[q]                      mid (r, r, h, w)
     LoHa     W + s (B_1 A_1) * (B_2 A_2)                                     * number by number
-    LoKr     W + s kron(C, D)      each whole, or a product of two factors; s = 1 where both are whole
+    LoKr     W + s kron(C, D)      each whole, or a product of two factors; in LyCORIS s = 1 if both are whole
     .diff    W + diff
     DoRA     m V / |V|             V is any of these; |V| per output, or per input, as m (``dora_scale``)
 
@@ -12,7 +12,6 @@ of mid. The first two have factors that an adapter can keep; the others are merg
 arXiv:2309.14859 (LoCon, LoHa, LoKr) and arXiv:2402.09353 (DoRA).
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,14 +97,14 @@ def kind_of(parts: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What a file holds for one layer: ``parts`` by name, without alpha, which is ``alpha``, None unstated.
+    """What a file holds for one layer: ``parts`` by name, without alpha, and the ``scale`` s of its product.
 
     Its methods raise `ValueError` for parts that make no change of such a weight. Tensors on the meta device
     are enough to find that out.
     """
 
     parts: Mapping[str, Tensor]
-    alpha: float | None = None
+    scale: float = 1.0
 
     @property
     def has_factors(self) -> bool:
@@ -121,9 +120,9 @@ class Change:
         return None
 
     @property
-    def scale(self) -> float:
-        """alpha/rank; 1 where alpha is not stated."""
-        return 1.0 if self.alpha is None or not self.rank else self.alpha / self.rank
+    def is_kronecker(self) -> bool:
+        """True for a Kronecker product, also of two whole sides, which has no rank."""
+        return not self.parts.keys().isdisjoint(_KRONECKER)
 
     def factors(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """A and B, in the shapes of `hddm.experts.lora.factor_shapes`, for a weight of ``shape``."""
@@ -162,7 +161,7 @@ class Change:
         if names & set(_HADAMARD):
             difference = self.scale * self._hadamard()
         elif names & set(_KRONECKER):
-            difference = self._kronecker(len(shape))
+            difference = self.scale * self._kronecker()
         elif DIFF in names:
             difference = _wide(self.parts[DIFF])
         else:
@@ -186,12 +185,10 @@ class Change:
             products.append(product)
         return products[0] * products[1]
 
-    def _kronecker(self, ndim: int) -> Tensor:
+    def _kronecker(self) -> Tensor:
         first, second = self._half(1), self._half(2)
-        is_whole = "lokr_w1" in self.parts and "lokr_w2" in self.parts
         first = first.reshape(*first.shape, *[1] * (second.ndim - first.ndim))
-        product = torch.kron(first, second.contiguous())
-        return product if is_whole else self.scale * product
+        return torch.kron(first, second.contiguous())
 
     def _half(self, number: int) -> Tensor:
         """One side of the Kronecker product."""
@@ -230,8 +227,3 @@ def _wide(tensor: Tensor) -> Tensor:
 def _need(holds: object, what: str) -> None:
     if not holds:
         raise ValueError(what)
-
-
-def is_alpha(value: object, largest: float) -> bool:
-    """True for a number that can be an alpha."""
-    return isinstance(value, int | float) and math.isfinite(value) and 0 < value <= largest

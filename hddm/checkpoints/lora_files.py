@@ -4,11 +4,9 @@ Layers keep the names that the file has for them, without the prefixes of tools;
 finds them in a network. Files of cloneofsimo's tool count layers: ``unet:0:up``, or, in a pickle, a list of
 ``up`` and ``down`` in turn.
 
-The alpha of a layer is in a tensor of the file; else in the config of peft that is in its header
-(``lora_adapter_metadata``) or beside it (``adapter_config.json``); else it is the layer's rank.
+How much each change is scaled by is in `hddm.checkpoints.lora_scales`.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -22,7 +20,6 @@ from hddm.checkpoints.headers import licence_in
 from hddm.checkpoints.lora_changes import (
     ALPHA,
     DOWN,
-    FACTOR,
     UP,
     Change,
     is_change,
@@ -31,12 +28,11 @@ from hddm.checkpoints.lora_changes import (
     unread_kind,
 )
 from hddm.checkpoints.lora_names import COUNTED_MODULES, plain_name
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, refuse_variants
+from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
-from hddm.utils.files import file_kind, read_json, refuse_pickle
+from hddm.utils.files import file_kind, refuse_pickle
 from hddm.utils.pickles import read_any
-from hddm.utils.records import LARGEST
 from hddm.utils.tensors import read_header, read_safetensors
 
 IN_FOLDERS = (ADAPTER_WEIGHTS, "pytorch_lora_weights.safetensors")
@@ -44,15 +40,14 @@ IN_FOLDERS = (ADAPTER_WEIGHTS, "pytorch_lora_weights.safetensors")
 _COUNTED = re.compile(r"(unet|text_encoder):(0|[1-9][0-9]{0,5}):(up|down)")
 _NUMBER = re.compile("0|[1-9][0-9]{0,5}")
 _TEXT = re.compile(
-    r"(lora_te(?P<kohya>\d?)_|text_encoder(_(?P<diffusers>\d))?\.|te(?P<short>\d?)\.|"
+    r"(lora_te(?P<kohya>[1-9]?)_|text_encoder(_(?P<diffusers>[1-9]))?\.|te(?P<short>[1-9]?)\.|"
     r"(?P<named>clip_l|clip_g|t5xxl)\.|(base_model\.model\.)?(?=text_model\.))(?P<layer>.+)"
 )
+_NO_ENCODER = re.compile(r"(lora_te0_|text_encoder_0\.|te0\.).+")
+"""Tools count text encoders from 1, and give none to the only one."""
 _NAMED = {"clip_l": 0, "clip_g": 1, "t5xxl": 2}
 _BUNDLED = re.compile(r"bundle_emb\.([^.]+)\..+")
 _TOKEN = "<embed>"
-_METADATA = "lora_adapter_metadata"
-_CONFIG_PART = re.compile(r"(unet|transformer|text_encoder(?:_\d)?)\.(.+)")
-_NETWORK_PARTS = ("unet", "transformer", "")
 NETWORK = -1
 """In place of the number of a text encoder: the network itself."""
 
@@ -126,10 +121,10 @@ class LoraFile:
                 found += parts.values()
         return found
 
-    def change(self, parts: Mapping[str, str], alpha: float | None = None) -> Change:
+    def change(self, parts: Mapping[str, str], scale: float = 1.0) -> Change:
         """The change that tensors by ``parts`` make."""
         tensors = {part: self.tensors[name] for part, name in parts.items() if part != ALPHA}
-        return Change(tensors, alpha)
+        return Change(tensors, scale)
 
     def modules(self, part: str) -> frozenset[str] | None:
         """Classes of modules whose layers a file of cloneofsimo's tool counts; None if it does not say.
@@ -223,6 +218,11 @@ def _add(found: LoraFile, name: str) -> bool:
     if split is None or unread_kind(name) is not None:
         return False
     layer, part = split
+    if _NO_ENCODER.fullmatch(layer):
+        raise HddmError(
+            f"{found.path}: {one_line(name, 80)!r} is of text encoder 0, and they are counted from 1; rename "
+            "the tensor"
+        )
     text = _TEXT.fullmatch(layer)
     if text is not None:
         number = text["kohya"] or text["diffusers"] or text["short"]
@@ -254,106 +254,3 @@ def _refuse(found: LoraFile, strangers: list[str]) -> None:
         f"{found.path}: holds {', '.join(said)}{rest}, which hddm does not read; merge it into its base "
         "with the tool that made it, and convert the result"
     )
-
-
-class Alphas:
-    """Alphas of the layers of a file, and where they are stated."""
-
-    def __init__(self, lora: LoraFile) -> None:
-        self._lora = lora
-        self._configs, self._origin = _configs(lora)
-        self._sources = Counter[str]()
-
-    def of(
-        self, parts: Mapping[str, str], names: Collection[str], encoder: int = NETWORK
-    ) -> float | None:
-        """The alpha of a layer, which files and configs may call by any of ``names``; None if unstated.
-
-        Raises `HddmError` where it is no positive number.
-        """
-        rank = self._lora.change(parts).rank
-        source, alpha = "not stated, so it is the rank", None
-        if ALPHA in parts:
-            tensor = self._lora.tensors[parts[ALPHA]]
-            source, alpha = "in the file", tensor.item() if tensor.numel() == 1 else "no number"
-        elif rank and encoder in self._configs:
-            config = self._configs[encoder]
-            alpha = config.get("lora_alpha", "missing")
-            for pattern, value in (config.get("alpha_pattern") or {}).items():
-                if _ends(pattern, names):
-                    alpha = value
-                    break
-            source = f"by {self._origin}"
-        if alpha is None:
-            self._sources[source] += bool(rank)
-            return None
-        if not isinstance(alpha, int | float) or not (0 < alpha <= LARGEST):
-            name = next(iter(names))
-            raise HddmError(
-                f"{self._lora.path}: alpha of {name!r} is {one_line(alpha, 40)}, not a positive number up to "
-                f"{LARGEST:g}"
-            )
-        self._sources[source] += bool(rank)
-        if rank and source != "in the file" and self._configs[encoder].get("use_rslora"):
-            # rsLoRA scales by alpha/sqrt(rank), arXiv:2312.03732.
-            return float(alpha) * math.sqrt(rank)
-        return float(alpha)
-
-    def refuse_unused(self, names: Collection[str]) -> None:
-        """Raise an `HddmError` for a pattern of the network's config that ends the name of no layer."""
-        config = self._configs.get(NETWORK, {})
-        for pattern in config.get("alpha_pattern") or {}:
-            if not _ends(pattern, names):
-                raise HddmError(
-                    f"{self._lora.path}: {self._origin}: alpha_pattern {one_line(pattern, 40)!r} ends the "
-                    "name of no layer"
-                )
-
-    @property
-    def line(self) -> str:
-        """Where the alphas are stated, in words."""
-        found = [source for source, number in self._sources.items() if number]
-        if len(found) < 2:
-            return f"alpha: {found[0] if found else 'none is needed'}"
-        each = [f"{counted(self._sources[source], 'layer')} {source}" for source in found]
-        return f"alpha: {', '.join(each)}"
-
-
-def _ends(pattern: str, names: Collection[str]) -> bool:
-    """True if ``pattern`` ends one of ``names`` as in peft, where a caret begins the whole name."""
-    return any(f"^{name}" == pattern or f".{name}".endswith(f".{pattern}") for name in names)
-
-
-def _configs(lora: LoraFile) -> tuple[dict[int, dict[str, Any]], str]:
-    """Configs of peft for the network and text encoders that the file or its folder states, and their origin.
-
-    Raises `HddmError` for a variant of LoRA that is not read.
-    """
-    beside = lora.path.with_name(ADAPTER_CONFIG)
-    is_others = lora.path.with_name(ADAPTER_WEIGHTS).is_file() and lora.path.name != ADAPTER_WEIGHTS
-    has_names = any(match and match[2] in "AB" for match in map(FACTOR.fullmatch, lora.tensors))
-    if _METADATA in lora.metadata:
-        origin = _METADATA
-        stated = parse_object(lora.metadata[_METADATA], f"{lora.path}: {origin}")
-    elif beside.is_file() and has_names and not is_others:
-        origin, stated = ADAPTER_CONFIG, read_json(beside)
-    else:
-        return {}, ""
-    found: dict[int, dict[str, Any]] = {}
-    for key, value in stated.items():
-        match = _CONFIG_PART.fullmatch(key)
-        part, key = (match[1], match[2]) if match else ("", key)
-        index = NETWORK
-        if part not in _NETWORK_PARTS:
-            index = int(part.partition("text_encoder_")[2] or 1) - 1
-        found.setdefault(index, {})[key] = value
-    for config in found.values():
-        # Both are read: the one by its formula, the other by its tensors.
-        read = {"use_rslora": None, "use_dora": None}
-        refuse_variants(config | read, f"{lora.path}: {origin}")
-        patterns = config.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            raise HddmError(
-                f"{lora.path}: {origin}: alpha_pattern is {one_line(patterns, 40)}, no alphas by layer"
-            )
-    return found, origin

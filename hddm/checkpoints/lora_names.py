@@ -8,8 +8,8 @@ A tool calls a layer by its name in the tool's own code, behind a prefix of its 
     diffusion_model.PATH                 tools with the networks of their authors
 
 PATH is the layer's name in diffusers' class, or in the code of the network's authors: latent diffusion's for
-Stable Diffusion 1, 2 and XL, and for other families what `Family.foreign_layers` says. A prefix is taken off
-only from a name that is no layer's, so the same prefix may stand there twice.
+Stable Diffusion 1, 2 and XL, and for other families what `Family.foreign_layers` says. Layers of a file are
+read without all of these prefixes (`plain_name`), so the same prefix may stand there twice.
 
 Files of cloneofsimo's tool have no names, but numbers: see `counted_layers`.
 """

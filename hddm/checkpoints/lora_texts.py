@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.checkpoints.lora_changes import BIAS, Change
-from hddm.checkpoints.lora_files import Alphas, Layers, LoraFile
+from hddm.checkpoints.lora_files import Layers, LoraFile
 from hddm.checkpoints.lora_names import candidates, counted_text_layers
+from hddm.checkpoints.lora_scales import Scales
 from hddm.condition_names import TEXT
 from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.records import ExpertRecord
@@ -38,11 +39,11 @@ _OF_PROCESSORS = {
 """Names that diffusers' processors of 2023 had for layers of CLIP's attention."""
 
 
-def check_texts(lora: LoraFile, base: Path, decision: str | None) -> list[str]:
+def check_texts(lora: LoraFile, base: Path, decision: str | None, scales: Scales) -> list[str]:
     """Check what is decided on the text encoders in a file, and return lines that say what happens.
 
     Raises `UsageError` for a decision on a file without any. Raises `HddmError` where none is made, and where
-    changes cannot be applied to the encoders that ``base`` keeps.
+    changes cannot be applied to the encoders that ``base`` keeps; ``scales`` are then known.
     """
     changed = lora.text_tensors
     if not changed and not lora.tokens:
@@ -80,9 +81,25 @@ def check_texts(lora: LoraFile, base: Path, decision: str | None) -> list[str]:
     lines = []
     for number, layers in sorted(lora.texts.items()):
         name, folder = _encoder(lora, encoders, number, base)
-        _targets(lora, number, folder)
+        _refuse_scales(lora, number, _targets(lora, number, folder), scales)
         lines.append(f"{name}: {counted(len(layers), 'layer')} merged, so the expert has its own")
     return lines
+
+
+def _refuse_scales(lora: LoraFile, number: int, targets: Mapping[str, str], scales: Scales) -> None:
+    """Raise an `HddmError` for scales of the encoder ``number`` that are no numbers, or of no layer."""
+    known: list[str] = []
+    for name, parts in lora.texts[number].items():
+        names = _names(name, targets[name])
+        scales.of(parts, names, number)
+        known += names
+    scales.refuse_unused(known, number)
+
+
+def _names(name: str, layer: str) -> tuple[str, ...]:
+    """Names of a layer in configs: that of the LoRA file, and its own with and without what is before it."""
+    inner = layer.removeprefix(_PREFIX)
+    return name, layer, inner, f"{_PREFIX}{inner}"
 
 
 def change_texts(
@@ -90,7 +107,7 @@ def change_texts(
     lora: LoraFile,
     record: ExpertRecord,
     nulls: Mapping[str, Tensor],
-    alphas: Alphas,
+    scales: Scales,
 ) -> tuple[ExpertRecord, Mapping[str, Tensor]]:
     """Merge the changes of a file into the text encoders that the expert in ``draft`` keeps.
 
@@ -99,7 +116,7 @@ def change_texts(
     encoders = _encoders(draft)
     for number in lora.texts:
         _, folder = _encoder(lora, encoders, number, draft)
-        _merge(lora, number, folder, alphas)
+        _merge(lora, number, folder, scales)
     place = draft / "text_encoder"
     write_manifest(place)
     tokenizer = draft / "tokenizer"
@@ -156,7 +173,7 @@ def _targets(lora: LoraFile, number: int, folder: Path) -> dict[str, str]:
             known[layer.removeprefix(_PREFIX).replace(".", "_")] = layer
     layers, is_counted = lora.texts[number], lora.counts_text(number)
     found = _counted(lora, layers, known, path) if is_counted else {}
-    problems = []
+    problems, owners = [], dict[str, str]()
     for name, parts in layers.items():
         if not is_counted:
             spelled = [one for one in _spellings(name) if one in known]
@@ -164,6 +181,11 @@ def _targets(lora: LoraFile, number: int, folder: Path) -> dict[str, str]:
                 problems.append(f"{name!r} is no layer of it")
                 continue
             found[name] = known[spelled[0]]
+        other = owners.setdefault(found[name], name)
+        if other != name:
+            raise HddmError(
+                f"{lora.path}: is not whole: {name!r} is {other!r} of a text encoder once more; remove one"
+            )
         change = lora.change(parts)
         if not _fits(change, stored, found[name]):
             given = [f"{part} {tuple(one.shape)}" for part, one in change.parts.items()]
@@ -218,7 +240,7 @@ def _counted(
     return {str(number): name for number, name in enumerate(order)}
 
 
-def _merge(lora: LoraFile, number: int, folder: Path, alphas: Alphas) -> None:
+def _merge(lora: LoraFile, number: int, folder: Path, scales: Scales) -> None:
     """Write the weights of the encoder in ``folder`` anew, with the changes."""
     targets = _targets(lora, number, folder)
     stored = read_weights(folder, STEM)[1]
@@ -226,8 +248,7 @@ def _merge(lora: LoraFile, number: int, folder: Path, alphas: Alphas) -> None:
     digest = hashlib.sha256()
     for name, parts in sorted(lora.texts[number].items()):
         layer = targets[name]
-        alpha = alphas.of(parts, (name, layer, layer.removeprefix(_PREFIX)), number)
-        change = lora.change(parts, alpha)
+        change = lora.change(parts, scales.of(parts, _names(name, layer), number))
         refuse_non_finite(lora.path, {parts[part]: one for part, one in change.parts.items()})
         merged = {f"{layer}.weight": change.merged(stored[f"{layer}.weight"])}
         if BIAS in change.parts:

@@ -4,13 +4,13 @@ Each states the noise schedule, what the network predicts, the scale of its late
 and its attention heads. Its source is the model card or code that publishes them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from torch import Tensor
-
 from hddm.checkpoints.headers import Header
+from hddm.checkpoints.markers import EDM_MEAN, SIGMA_MAX, V_MARKER, Markers, Statistics
 from hddm.networks.encoders import STABLE_DIFFUSION_SCALE
 from hddm.predictions import PredictionType
 from hddm.settings import PresetName
@@ -55,6 +55,7 @@ class Preset:
         num_heads: heads at every level; None for heads of 64 numbers.
         source: what publishes all this.
         marker: a tensor that only files of this convention have.
+        statistics: of its latents.
     """
 
     name: str
@@ -66,11 +67,17 @@ class Preset:
     source: str
     num_heads: int | None = None
     marker: str | None = None
+    statistics: Statistics | None = None
 
     @property
     def place(self) -> str:
         """The preset as the origin of a statement."""
         return f"preset {self.name} ({self.source})"
+
+    @property
+    def has_betas(self) -> bool:
+        """True for a schedule of betas, which can be rescaled."""
+        return "beta_schedule" in self.scheduler
 
     def heads(self, widths: list[int], origin: str) -> int | list[int]:
         """Heads by level, for levels of these widths."""
@@ -94,13 +101,14 @@ class Preset:
         """The same preset with its betas rescaled to zero signal at their end (arXiv:2305.08891)."""
         return replace(self, scheduler={**self.scheduler, "rescale_betas_zero_snr": True})
 
-    def with_sigmas(self, content: Mapping[str, Tensor]) -> "Preset":
-        """The same preset between the ends that a file's tensors hold, where it has them."""
-        found = {}
-        for name, key in SIGMAS.items():
-            if name in content and content[name].numel() == 1:
-                found[key] = float(content[name])
-        return replace(self, scheduler={**self.scheduler, **found})
+    def stating(self, markers: Markers, has_no_signal: bool) -> "Preset":
+        """The same preset with what a file states: statistics, ends of the schedule, or no signal there."""
+        statistics = markers.statistics or self.statistics
+        if is_edm(self):
+            return replace(
+                self, scheduler={**self.scheduler, **markers.sigmas}, statistics=statistics
+            )
+        return self.without_signal() if has_no_signal and self.has_betas else self
 
 
 def _preset(
@@ -112,6 +120,7 @@ def _preset(
     scheduler: Mapping[str, Any] = _DDPM,
     marker: str | None = None,
     latent_scale: float = _XL_SCALE,
+    statistics: Statistics | None = None,
 ) -> Preset:
     is_flow = prediction_type is PredictionType.FLOW_PREDICTION
     stated = {} if is_flow else {"prediction_type": prediction_type.value}
@@ -125,6 +134,7 @@ def _preset(
         source=source,
         num_heads=8 if kind == "1" else None,
         marker=marker,
+        statistics=statistics,
     )
 
 
@@ -133,12 +143,8 @@ _EPSILON, _V, _VELOCITY = (
     PredictionType.V_PREDICTION,
     PredictionType.FLOW_PREDICTION,
 )
-V_MARKER, ZERO_MARKER = "v_pred", "ztsnr"
-"""Empty tensors by which ComfyUI knows networks that predict v, and that were trained to no signal."""
-EDM_MEAN, EDM_STD = "edm_mean", "edm_std"
-"""Statistics of the latents of Playground 2.5, by channel."""
-SIGMAS = {"edm_vpred.sigma_min": "sigma_min", "edm_vpred.sigma_max": "sigma_max"}
-"""Tensors that hold the ends of EDM's schedule, by which ComfyUI knows CosXL, and keys of a scheduler."""
+_PLAYGROUND = (-1.6574, 1.886, -1.383, 2.5155), (8.4927, 5.9022, 6.5498, 5.2299)
+"""latents_mean and latents_std in ``vae/config.json`` of Playground 2.5."""
 _ALL = (
     _preset("sd1", "1", _EPSILON, 64, "huggingface.co/stable-diffusion-v1-5/stable-diffusion-v1-5"),
     _preset("sd2", "2", _EPSILON, 64, "huggingface.co/stabilityai/stable-diffusion-2-base"),
@@ -156,6 +162,7 @@ _ALL = (
         {**_EDM, "sigma_max": 80.0, "sigma_data": 0.5},
         EDM_MEAN,
         0.5,
+        _PLAYGROUND,
     ),
     _preset(
         "cosxl",
@@ -164,7 +171,7 @@ _ALL = (
         128,
         "huggingface.co/stabilityai/cosxl",
         {**_EDM, "sigma_max": 120.0, "sigma_data": 1.0},
-        "edm_vpred.sigma_max",
+        SIGMA_MAX,
     ),
 )
 PRESETS: Mapping[str, Preset] = {one.name: one for one in _ALL}
@@ -180,14 +187,14 @@ def fitting(kind: Kind) -> tuple[str, ...]:
 def choose_preset(
     stated: str | None,
     kind: Kind,
-    markers: Mapping[str, Tensor],
+    markers: Markers,
     header: Header,
     origin: str,
     is_published: bool = True,
 ) -> Preset | None:
     """The preset that the user ``stated``, or the only one that the file's markers or header mean.
 
-    ``markers`` are its tensors. A header means one where it names both the kind of network and
+    A header means one where it names both the kind of network and
     what it predicts. Raises `HddmError` for statements that contradict the ``kind`` that the tensors show;
     unless the network has the widths that are published, a header is not asked whether it is 1 or 2.
     """
@@ -201,11 +208,8 @@ def choose_preset(
             f"{shown} `preset` {stated}, which is of Stable Diffusion {chosen.kind}; those that fit are "
             f"{', '.join(fitting(kind))}"
         )
-    marked = None
-    for one in PRESETS.values():
-        if kind == one.kind and one.marker in markers:
-            marked = one
-    if chosen is not None and marked is not None and _is_edm(marked) and chosen != marked:
+    marked = _marked(markers, kind, origin)
+    if chosen is not None and marked is not None and is_edm(marked) and chosen != marked:
         raise HddmError(
             f"{origin}: its {marked.marker} is of the preset {marked.name}, which contradicts `preset` "
             f"{stated}; drop the option"
@@ -214,15 +218,33 @@ def choose_preset(
     if chosen is None and header.kinds and len(set(header.predictions.values())) == 1:
         (predicted,) = set(header.predictions.values())
         fit = [PRESETS[name] for name in fitting(kind)]
-        agreeing = [one for one in fit if one.prediction_type == predicted and not _is_edm(one)]
+        agreeing = [one for one in fit if one.prediction_type == predicted and not is_edm(one)]
         chosen = agreeing[0] if len(agreeing) == 1 else None
-    has_no_signal = ZERO_MARKER in markers or header.zero_snr is not None
-    if chosen is not None and chosen.marker == V_MARKER and has_no_signal:
-        return chosen.without_signal()
-    if chosen is not None and _is_edm(chosen):
-        return chosen.with_sigmas(markers)
-    return chosen
+    if chosen is None:
+        return None
+    return chosen.stating(markers, markers.has_no_signal or header.zero_snr is not None)
 
 
-def _is_edm(preset: Preset) -> bool:
+def _marked(markers: Markers, kind: Kind, origin: str) -> Preset | None:
+    """The preset that a file's markers mean; `HddmError` for one of another kind of network."""
+    for one in PRESETS.values():
+        if one.marker is None or one.marker != markers.name:
+            continue
+        if one.kind == kind:
+            return one
+        if is_edm(one):
+            raise HddmError(
+                f"{origin}: its {one.marker} is of the preset {one.name}, which is of Stable Diffusion "
+                f"{one.kind}, and its tensors are those of {kind}; remove it"
+            )
+    return None
+
+
+def is_edm(preset: Preset) -> bool:
+    """True for a preset of EDM's schedule."""
     return bool(preset.scheduler["_class_name"] == _EDM["_class_name"])
+
+
+def is_near(one: float, other: float) -> bool:
+    """True for one number up to the rounding of half precision."""
+    return math.isclose(one, other, rel_tol=1e-3)

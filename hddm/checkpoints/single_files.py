@@ -1,15 +1,15 @@
 """Single weights files: unwrap weight sets and name prefixes, and recognise the layout."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hddm.checkpoints import ldm
+from hddm.checkpoints import ldm, ldm_conventions
 from hddm.checkpoints.author_files import author_layouts, open_author_file, recognised
-from hddm.checkpoints.headers import read_headers
+from hddm.checkpoints.headers import read_headers, without_hashes
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
     PIXART_ORIGINAL,
@@ -19,13 +19,12 @@ from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.ldm_parts import VAE, FilePart, parts_of, zero_padded
 from hddm.checkpoints.lora_files import is_lora
 from hddm.checkpoints.quantised import read_dequantised
-from hddm.checkpoints.source_names import SourceNames
+from hddm.checkpoints.source_names import SourceNames, kept_metadata
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set, with_notes
 from hddm.networks.families.dit import licence_of_dit
 from hddm.networks.file_text import FileText
 from hddm.networks.folders import empty_network, refuse_quantised
-from hddm.networks.identity import UnreadVae, VaeRecord
-from hddm.networks.vae import identify_vae, vae_record_of
+from hddm.networks.vae import vae_record_of
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError
 
@@ -60,10 +59,10 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     _refuse_several(networks, len(networks) > 1, path)
     if networks:
         opened = _open_ldm(next(iter(networks.values())), path, reading)
-        return with_notes(opened, stored.notes)
+        return _as_dequantised(opened, stored.notes)
     tensors = _tensors(content)
     if (found := recognised(tensors)) is not None:
-        return with_notes(open_author_file(tensors, *found, path, reading), stored.notes)
+        return _as_dequantised(open_author_file(tensors, *found, path, reading), stored.notes)
     for option in ("preset", "tokenizer"):
         if getattr(reading, option) is not None:
             raise UsageError(f"`{option}`: {path} is no single file of Stable Diffusion; drop it")
@@ -102,36 +101,45 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     )
 
 
+def _as_dequantised(opened: Checkpoint, notes: Sequence[str]) -> Checkpoint:
+    """The checkpoint with ``notes`` on how its file was read, none where its tensors are as they are."""
+    names = opened.names
+    if notes and names is not None:
+        # Written back, its tensors are those in float32.
+        names = names.model_copy(update={"metadata": without_hashes(names.metadata)})
+    return replace(with_notes(opened, notes), names=names)
+
+
 def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Checkpoint:
     """Open a file of latent diffusion: its network, and the VAE and text encoders beside it."""
     origin, header, root = str(path), read_headers([path]), ldm.root_of(content)
     assert root is not None
     content = ldm.from_root(content, root)
-    statement = ldm.statement_of(content, header, reading, origin)
+    statement = ldm_conventions.statement_of(content, header, reading, origin)
     sets = ldm.weight_sets(content)
     chosen = choose_set(sets, reading.weights, origin)
     weights, others = sets[chosen], ldm.others_in(content)
     refuse_quantised(content, path)
     arguments = LDM.arguments({**others, **weights}, statement.reading, origin)
     network = empty_network(LDM.family.network, arguments, len(weights), origin)
-    scale, scale_place = ldm.latent_scale_of(content, statement, origin)
-    declared = ldm.declared(content, statement, scale, origin)
-    parts = parts_of(others, ldm.latents_of(content, scale), path)
+    scale, scale_place = ldm_conventions.latent_scale_of(content, statement, origin)
+    declared = ldm_conventions.declared(content, statement, scale, origin)
+    parts = parts_of(others, ldm_conventions.latents_of(statement, scale), path)
     notes = [*declared.notes, *header.notes]
     if statement.reading.sample_size is None:
         side = arguments["sample_size"]
         notes.append(f"samples of side {side} are assumed; `sample_size` changes that")
     if VAE in parts and scale is not None:
         notes.append(f"latent scale {scale:g} by {scale_place}")
+    metadata, too_large = kept_metadata(header.metadata, origin)
+    notes += too_large
     if len(sets) > 1:
         notes.append("its other set of weights is left out, and is not written back")
+        metadata = without_hashes(metadata)
     text = _text_of(parts, others, arguments, path, reading.tokenizer)
-    vae: VaeRecord | UnreadVae | None = None
+    vae = None
     if VAE in parts and scale is not None:
-        held = parts[VAE].held
-        # One with statistics by channel may be of a latent space that hddm does not read.
-        is_by_channel = "latents_mean" in held.config
-        vae = identify_vae(held) if is_by_channel else vae_record_of(held)
+        vae = vae_record_of(parts[VAE].held)
     kept = dict(declared.kept)
     for part in parts.values():
         kept |= part.kept
@@ -152,7 +160,7 @@ def _open_ldm(content: Mapping[str, Tensor], path: Path, reading: Reading) -> Ch
         vae=vae,
         text=text,
         components={VAE: parts[VAE].held} if VAE in parts else {},
-        names=_names_of(parts, root, header.metadata),
+        names=_names_of(parts, root, metadata),
     )
 
 

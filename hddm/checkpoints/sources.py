@@ -22,6 +22,8 @@ from hddm.networks.prompts import PipelineText
 from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.tensors import Planned
 
+REMEDY = "fetch it again, or save it without what is left over"
+"""Of a file whose tensors are not those of its layout."""
 Component = Path | Held | HeldTokenizer | HeldPrompts
 """A component of a source: a folder, or part of a file."""
 WeightSet = Literal["ema", "raw", "unstated"]
@@ -129,7 +131,7 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
             problems.append(f"left over {name} {tuple(tensor.shape)}")
     if problems:
         raise HddmError(
-            f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}"
+            f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}; {REMEDY}"
         )
     planned: list[Planned] = []
     for pair in pairs:
@@ -178,8 +180,9 @@ class Declared:
 
     ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; ``zero_snr`` is what
     says that the network was trained down to zero signal. ``preset`` is a published convention that the user
-    or the file states, and ``presets`` are those that fit its tensors, in words. ``unstated`` is what a
-    conversion needs besides. ``kept`` are tensors that no network needs, for the way back.
+    (``is_preset_stated``) or the file states, and ``presets`` are those that fit its tensors, in words.
+    ``unstated`` is what a conversion needs besides. ``kept`` are tensors that no network needs, for the way
+    back.
     """
 
     scheduler: Mapping[str, Any] | None = None
@@ -189,6 +192,7 @@ class Declared:
     prediction_origin: str = ""
     zero_snr: str | None = None
     preset: Preset | None = None
+    is_preset_stated: bool = False
     presets: str = ""
     unstated: tuple[Unstated, ...] = ()
     is_latent: bool = True

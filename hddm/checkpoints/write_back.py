@@ -11,7 +11,9 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
+from hddm.checkpoints.folders import LAYOUT as FOLDER_LAYOUT
 from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert_checkpoint
+from hddm.checkpoints.headers import with_licence, without_names
 from hddm.checkpoints.ldm import LDM, to_root
 from hddm.checkpoints.ldm_parts import VAE
 from hddm.checkpoints.plan import Built
@@ -35,7 +37,7 @@ from hddm.networks.prompts import (
     zeros_in,
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
-from hddm.predictions import PredictionType
+from hddm.predictions import to_edm
 from hddm.prompt_router import TOPIC
 from hddm.schedules import (
     EDM_FAMILY,
@@ -168,7 +170,7 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
     if layout == LDM.name and names is not None:
         planned = [replace(one, name=to_root(one.name, names.root)) for one in planned]
     if names is not None:
-        metadata = names.metadata
+        metadata = without_names(names.metadata) if _has_changed(record) else names.metadata
         for part, pairs in names.parts.items():
             place = _folder_of(source.path, part)
             if place is None:
@@ -178,6 +180,7 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
             planned += table.to_foreign(weights, {}, str(place))
             written.append(part)
     # Buffers of a file, such as the logarithm of no signal, may be infinite.
+    metadata = with_licence(metadata, record.licence)
     write_safetensors(path, planned, metadata, check_finite=not source.declared.kept)
     lost = [name for name in components_of(source.path) if name not in (*written, "tokenizer")]
     if lost:
@@ -188,6 +191,13 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
             "note: the file holds the network alone, without a whole file's VAE and text encoder"
         ]
     return []
+
+
+def _has_changed(record: ExpertRecord) -> bool:
+    """True if the weights are others than those in the file that they come from."""
+    chain = record.source.chain if record.source is not None else ()
+    is_converted = all(one.layout in (*file_layouts(), FOLDER_LAYOUT) for one in chain)
+    return not is_converted or bool(record.training)
 
 
 def _pair(one: NamePair) -> Pair:
@@ -256,11 +266,11 @@ def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | 
         return {**name, "trained_betas": schedule["betas"], **kind, "clip_sample": False}
     path = from_config(schedule)
     if isinstance(path, EDMSchedule):
-        if record.prediction_type != PredictionType.V_PREDICTION:
+        word = to_edm(record.prediction_type, record.negated)
+        if word is None:
             return None
         values = {key: value for key, value in path.config.items() if key != "name"}
-        word = "epsilon" if record.negated else "v_prediction"
-        return {"_class_name": EDM_FAMILY[0], **values, "prediction_type": word}
+        return {"_class_name": EDM_FAMILY[0], **values, "prediction_type": word.value}
     if isinstance(path, LinearSchedule):
         return {
             "_class_name": "FlowMatchEulerDiscreteScheduler",

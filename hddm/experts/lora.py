@@ -56,6 +56,9 @@ _VARIANTS = (
     "modules_to_save",
     "trainable_token_indices",
 )
+_READ_TYPES = (None, "LORA", "LOHA", "LOKR")
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights`` that leave the base's weights as they are."""
 
 
 class AdapterRecord(Record):
@@ -247,6 +250,11 @@ def refuse_variants(config: Mapping[str, Any], origin: str) -> None:
     found = [f"{key} is {str(config[key])[:40]}" for key in _VARIANTS if config.get(key)]
     if config.get("bias") and config["bias"] != "none":
         found.append(f"bias is {str(config['bias'])[:40]}")
+    if config.get("peft_type") not in _READ_TYPES:
+        found.append(f"peft_type is {str(config['peft_type'])[:40]}")
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        # peft took the factors out of the base, so the plain base has them twice.
+        found.append(f"init_lora_weights is {str(config['init_lora_weights'])[:40]}")
     if found:
         variant = f"{' and '.join(found)}, a variant of LoRA that is not read"
         raise HddmError(f"{origin}: {variant}; merge it with peft first")

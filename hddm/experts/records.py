@@ -102,9 +102,14 @@ class SourceRecord(Record):
     """If an expert folder was converted again: its own source."""
 
     @property
+    def chain(self) -> tuple["SourceRecord", ...]:
+        """This one and those before it."""
+        return (self, *(self.before.chain if self.before is not None else ()))
+
+    @property
     def first(self) -> "SourceRecord":
         """The checkpoint at the beginning of the chain."""
-        return self if self.before is None else self.before.first
+        return self.chain[-1]
 
 
 def _without_interval(conditions: tuple[str, ...]) -> tuple[str, ...]:

@@ -89,7 +89,13 @@ def _lora(lora: LoraFile) -> dict[str, Any]:
     for one in lora.tensors.values():
         count += one.numel()
         dtypes.add(DTYPE_NAMES.get(one.dtype, str(one.dtype)))
-    is_adapter = all(lora.change(parts).has_factors for parts in lora.layers.values())
+    becomes = "an adapter"
+    if not all(lora.change(parts).has_factors for parts in lora.layers.values()):
+        becomes = "full weights: the base's with the changes merged"
+    elif len(lora.ranks) > 1:
+        becomes = (
+            "an adapter, or full weights where the largest rank makes it larger than the layers"
+        )
     found: dict[str, Any] = {
         "kind": "LoRA",
         "names_of": lora.naming,
@@ -101,9 +107,7 @@ def _lora(lora: LoraFile) -> dict[str, Any]:
         "learned_tokens": sorted(lora.tokens),
         "parameters": count,
         "dtypes": sorted(dtypes),
-        "becomes": "an adapter"
-        if is_adapter
-        else "full weights: the base's with the changes merged",
+        "becomes": becomes,
         "base": "not in the file: an expert of the network that it was trained on",
         "read_by": "hddm convert --base",
     }

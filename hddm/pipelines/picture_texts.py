@@ -5,18 +5,23 @@ values); ``hddm`` has the same and more as JSON. Neither names a path of the mac
 """
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
-
 from hddm.guidance import OPTIONS, Guidance
+from hddm.utils.errors import HddmError
 
 PARAMETERS = "parameters"
 KEY = "hddm"
+_TELLING = {PARAMETERS, KEY, "prompt", "workflow", "invokeai_metadata", "sd-metadata", "Dream"}
+"""Keywords of texts: of this module, and those of ComfyUI and InvokeAI."""
+_SIGNATURE, _TEXT_CHUNKS = b"\x89PNG\r\n\x1a\n", (b"tEXt", b"zTXt", b"iTXt")
+_FRAME, _LONGEST_KEYWORD = 12, 79
+"""Bytes of a chunk besides its content, and of a keyword, which a zero ends (the PNG specification)."""
 _SHORT = 10
 """Digits of the model's hash in ``parameters``, as viewers show it."""
 
@@ -78,12 +83,29 @@ class PictureTexts:
 
 
 def says_how_it_was_made(picture: Path) -> bool:
-    """True for a PNG file with texts of this module, or of another tool under the same key."""
-    try:
-        with Image.open(picture) as opened:
-            return bool({PARAMETERS, KEY} & opened.info.keys())
-    except UnidentifiedImageError:
-        return False
+    """True for a PNG file with texts of this module, or of another tool for making pictures.
+
+    Chunks are walked through to the end, and not decoded. Raises `HddmError` for a PNG file that is broken.
+    """
+    with picture.open("rb") as file:
+        if file.read(len(_SIGNATURE)) != _SIGNATURE:
+            return False
+        size = picture.stat().st_size
+        left = size - len(_SIGNATURE)
+        while left >= _FRAME:
+            length, kind = struct.unpack(">I4s", file.read(8))
+            if kind == b"IEND":
+                return False
+            left -= _FRAME + length
+            if left < 0:
+                break
+            keyword = b""
+            if kind in _TEXT_CHUNKS:
+                keyword = file.read(min(length, _LONGEST_KEYWORD + 1)).partition(b"\0")[0]
+            if keyword.decode("latin-1") in _TELLING:
+                return True
+            file.seek(size - left)
+    raise HddmError(f"{picture}: is a PNG file without its end; save it again, or name another")
 
 
 _TITLES = {

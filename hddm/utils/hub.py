@@ -5,20 +5,24 @@ comes first, and where a folder OWNER is here, nothing is asked for: the name is
 Weights are read from safetensors files alone; no code and no pickle is downloaded.
 """
 
+import errno
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from hddm.utils.errors import HddmError, counted, one_line, shown
-from hddm.utils.files import read_json
+from hddm.utils.files import read_json, refuse_full_disk
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
 
 log = logging.getLogger(__name__)
+_PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(
-    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?P<path>(/[^/@]+)*)(@(?P<revision>[^@]+))?", re.ASCII
+    rf"(?P<repo>{_PART}/{_PART})(?P<path>(/[^/@]+)*)(@(?P<revision>[^@]+))?", re.ASCII
 )
+_IN_NO_NAME = re.compile(r"--|\.\.|\.git$")
+_LONGEST_NAME = 96
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 _WEIGHTS = ".safetensors"
 _PAPERS = (".json", ".txt", ".model")
@@ -30,6 +34,16 @@ _VARIANT = re.compile(r"\.([A-Za-z]\w*)(-\d+-of-\d+)?\.safetensors(\.index\.json
 _INDEX_VARIANT = re.compile(r"\.safetensors\.index\.(\w+)\.json$")
 """Of ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and the indices of such files."""
 _INDEX = "model_index.json"
+_CARD = "README.md"
+"""It states the licence of a model in a folder."""
+_COMPONENT = re.compile(r"vae|vqvae|(text_encoder|tokenizer)(_\d)?")
+"""Folders of a pipeline that are not its network."""
+_RAW = "non_ema"
+"""Variant of weights that are not averaged, beside the averaged ones."""
+_HALF = "fp16"
+"""Variant of a VAE or text encoder that is read where there is no other."""
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a disk, not of a network."""
 _OURS = (ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE)
 
 
@@ -48,6 +62,10 @@ class HubName(NamedTuple):
             return None
         if any(part in (".", "..") for part in PurePosixPath(text).parts):
             return None
+        # Of the hub's rules for names; what breaks one is a path with a mistake.
+        longest = max(map(len, found["repo"].split("/")))
+        if _IN_NO_NAME.search(found["repo"]) or longest > _LONGEST_NAME:
+            return None
         return cls(found["repo"], found["path"].strip("/"), found["revision"])
 
     def __str__(self) -> str:
@@ -55,17 +73,27 @@ class HubName(NamedTuple):
         return str(PurePosixPath(self.repo, self.path)) + revision
 
 
-def local(source: str | Path) -> Path:
+class Wanted(NamedTuple):
+    """Which of several forms of weights are meant: a variant such as ``fp16``, and a set (ema or raw)."""
+
+    variant: str | None = None
+    weights: str | None = None
+
+
+_PLAIN = Wanted()
+
+
+def local(source: str | Path, wanted: Wanted = _PLAIN) -> Path:
     """The path of a model: ``source`` itself, or where its repository was downloaded to.
 
     Raises:
         HddmError: for a repository or file that is not there, cannot be read or reached, or has several
-            files of weights to choose from.
+            files of weights to choose from, and a cache that cannot be written.
     """
     name = HubName.parse(str(source))
     if name is None:
         return Path(source)
-    return _downloaded(name)
+    return _downloaded(name, wanted)
 
 
 def origin_of(path: Path) -> str | None:
@@ -78,8 +106,9 @@ def origin_of(path: Path) -> str | None:
     return None
 
 
-def _downloaded(name: HubName) -> Path:
-    from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
+def _downloaded(name: HubName, forms: Wanted) -> Path:
+    from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+    from huggingface_hub import try_to_load_from_cache as in_cache
 
     # What its HTTP client raises without a network; which client that is differs between versions.
     client_error: Any = errors.HfHubHTTPError.__bases__[0]
@@ -90,9 +119,11 @@ def _downloaded(name: HubName) -> Path:
         parts: Any = {}
         if index in sizes:
             parts = read_json(Path(hf_hub_download(name.repo, index, revision=info.sha)))
-        wanted = needed_files(name, list(sizes), parts)
+        wanted = needed_files(name, list(sizes), parts, forms)
         size = sum(sizes[one] for one in wanted) / 1e9
         amount = f", {size:.1f} GB" if size >= 0.1 else ""
+        new = [one for one in wanted if in_cache(name.repo, one, revision=info.sha) is None]
+        refuse_full_disk(Path(constants.HF_HUB_CACHE), sum(sizes[one] for one in new))
         log.info("%s: %s of the hub%s", name, counted(len(wanted), "file"), amount)
         patterns = [_escaped(one) for one in wanted]
         folder = snapshot_download(name.repo, revision=info.sha, allow_patterns=patterns)
@@ -110,6 +141,11 @@ def _downloaded(name: HubName) -> Path:
         OSError,
         client_error,
     ) as error:
+        if isinstance(error, OSError) and error.errno in _OF_DISKS:
+            raise HddmError(
+                f"{name}: cannot be kept in {constants.HF_HUB_CACHE} ({one_line(error, 80)}); make space or "
+                "give permission there, or name another place in the environment variable HF_HOME"
+            ) from error
         text = "no such file or folder, and the hub cannot be reached"
         fetched = f"hf download {name.repo} where there is a network"
         raise HddmError(
@@ -122,13 +158,17 @@ def _downloaded(name: HubName) -> Path:
     return Path(folder) / weights[0] if is_plain and len(weights) == 1 else found
 
 
-def needed_files(name: HubName, files: Sequence[str], parts: dict[str, Any]) -> list[str]:
+def needed_files(
+    name: HubName, files: Sequence[str], parts: dict[str, Any], wanted: Wanted = _PLAIN
+) -> list[str]:
     """Files of a repository that hddm reads of ``name``; ``parts`` are a pipeline's, by its index.
 
-    Of weights in several forms, those without a variant such as ``fp16`` are read, or the only variant.
+    Of weights in several forms, those of the ``wanted`` variant are read, else those without a variant such
+    as ``fp16``; where a set is wanted, both sets, which tell each other apart.
 
     Raises:
-        HddmError: for a path that is not there, without safetensors, or with several files to choose from.
+        HddmError: for a path that is not there, without safetensors, or with several files or variants to
+            choose from.
     """
     if name.path in files:
         beside = str(PurePosixPath(name.path).with_name("adapter_config.json"))
@@ -143,13 +183,16 @@ def needed_files(name: HubName, files: Sequence[str], parts: dict[str, Any]) -> 
         return [path for one, path in own.items() if one.endswith((*_PAPERS, _WEIGHTS))]
     if _INDEX in own:
         folders = [one for one in parts if not one.startswith("_") and one not in _UNUSED]
-        chosen = [_INDEX]
+        chosen = [_INDEX, *({_CARD} & own.keys())]
         for folder in folders:
-            chosen += _of_component([one for one in own if one.startswith(f"{folder}/")], name)
+            inside = [one for one in own if one.startswith(f"{folder}/")]
+            is_network = _COMPONENT.fullmatch(folder) is None
+            chosen += _of_component(inside, name, wanted, is_network)
         return [own[one] for one in chosen]
     top = [one for one in own if "/" not in one]
     if "config.json" in top:
-        return [own[one] for one in _of_component(top, name)]
+        chosen = [*({_CARD} & own.keys()), *_of_component(top, name, wanted)]
+        return [own[one] for one in chosen]
     weights = [one for one in top if one.endswith(_WEIGHTS)]
     if len(weights) > 1:
         example = PurePosixPath(name.repo, own[weights[0]])
@@ -162,8 +205,13 @@ def needed_files(name: HubName, files: Sequence[str], parts: dict[str, Any]) -> 
     return [own[one] for one in top if one.endswith((*_PAPERS, _WEIGHTS))]
 
 
-def _of_component(files: Sequence[str], name: HubName) -> list[str]:
-    """Configs, and the weights of one variant, of a folder; a tokenizer has no weights."""
+def _of_component(
+    files: Sequence[str], name: HubName, wanted: Wanted, is_network: bool | None = None
+) -> list[str]:
+    """Configs, and the weights that are read, of a folder; a tokenizer has no weights.
+
+    ``is_network`` is None where it may be the network, a VAE or a text encoder.
+    """
     papers = []
     by_variant: dict[str, list[str]] = {}
     for one in files:
@@ -178,7 +226,30 @@ def _of_component(files: Sequence[str], name: HubName) -> list[str]:
                 f"{name}: {PurePosixPath(files[0]).parent}: {_without_safetensors(files)}"
             )
         return papers
-    return papers + by_variant[min(by_variant)]
+    order = [wanted.variant or ""]
+    if is_network is None and wanted.variant is None:
+        order.append(_HALF)
+    elif is_network is False:
+        order += ["", _HALF]
+    weights = next((by_variant[one] for one in order if one in by_variant), None)
+    if weights is None:
+        raise HddmError(f"{name}: {_other_variants(files, by_variant, wanted)}")
+    if is_network is not False and wanted.weights is not None and wanted.variant is None:
+        # Without the other set beside it, nothing says which one this is.
+        weights = [*weights, *by_variant.get(_RAW, [])]
+    return papers + weights
+
+
+def _other_variants(files: Sequence[str], found: Collection[str], wanted: Wanted) -> str:
+    """Why a folder with the variants ``found`` cannot be read."""
+    place = PurePosixPath(files[0]).parent
+    where = "it" if place == PurePosixPath(".") else f"{place}/"
+    named = " and ".join(sorted(filter(None, found))) or "none with a name"
+    if wanted.variant is not None:
+        return (
+            f"{where} has no weights of `variant` {wanted.variant} (found: {named}); pass another"
+        )
+    return f"{where} has weights of the variants {named} alone; pass `variant` with one of them"
 
 
 def _without_safetensors(files: Sequence[str]) -> str:

@@ -304,8 +304,8 @@ def test_the_header_of_a_lora_file_says_its_licence_and_what_it_was_trained_on(
             "lora_bias is True, a variant of LoRA that is not read",
         ),
         (
-            {"lora_alpha": 2, "alpha_pattern": {"conv.*": 1}},
-            "alpha_pattern 'conv.*' ends the name of no l",
+            {"lora_alpha": 2, "alpha_pattern": {"conv_o.*": 1}},
+            "alpha_pattern 'conv_o.*' ends the name of no l",
         ),
         ({"lora_alpha": "two"}, "is two, not a positive number"),
     ],

@@ -179,7 +179,7 @@ def test_a_preset_is_not_contradicted(hddm: Command, tmp_path: Path) -> None:
         ),
         (
             _file(tmp_path / "d", "XL", **_zero("ztsnr")),
-            ("--preset", "sdxl"),
+            ("--preset", "sdxl-flow"),
             "its ztsnr says that it was trained down to zero signal, which contradicts",
         ),
         (
@@ -194,7 +194,7 @@ def test_a_preset_is_not_contradicted(hddm: Command, tmp_path: Path) -> None:
         ),
         (
             _file(tmp_path / "g", "XL", {"ss_zero_terminal_snr": "True"}),
-            ("--preset", "sdxl"),
+            ("--preset", "sdxl-flow"),
             "ss_zero_terminal_snr in the header of sd.safetensors says that it was trained down to",
         ),
     ):
@@ -214,7 +214,7 @@ def test_markers_choose_the_rescaled_schedule_of_v_prediction(
     options = (*(("--preset", "sdxl-v") if is_said else ()), "--no-verify", *SIDE)
     text = converted(hddm, source, tmp_path / "expert", *options)
     assert ("note: sdxl-v is its preset, by its own markers" in text) != is_said
-    assert "ztsnr" not in text
+    assert "note: the betas of sdxl-v are rescaled to no signal at their end by its ztsnr" in text
     record = record_of(tmp_path / "expert")
     assert record["prediction_type"] == "v_prediction"
     assert library.load(tmp_path / "expert").schedule.alpha(torch.tensor([999])) == 0

@@ -9,6 +9,7 @@ from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler
 from torch import Tensor
 
 import hddm
+from hddm.predictions import PredictionType, from_edm, to_edm
 from hddm.schedules import EDMSchedule, from_config, from_diffusers, read_prediction
 from hddm.units import Units
 from hddm.utils.errors import HddmError
@@ -313,3 +314,13 @@ def test_an_impossible_edm_is_refused(values: dict, words: str) -> None:
 def test_edm_predicts_nothing_else() -> None:
     with pytest.raises(HddmError, match="EDM's schedulers know"):
         read_prediction(EDMSchedule(), "sample")
+
+
+def test_the_words_of_edm_are_written_as_they_are_read() -> None:
+    for word in ("epsilon", "v_prediction"):
+        assert to_edm(*from_edm(word)) == word
+    for kind in PredictionType:
+        for is_negated in (True, False):
+            written = to_edm(kind, is_negated)
+            assert written is None or from_edm(written) == (kind, is_negated)
+            assert (written is None) == (kind != "v_prediction")
