@@ -21,13 +21,17 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     """
     if not _are_done(plan.real):
         return
-    trained: dict[Path, None] = {}
-    for step in _learning(plan):
-        if _are_done(step):
-            trained |= dict.fromkeys(_training_shards(step))
+    learning = [step for step in _learning(plan) if _are_done(step)]
+    shards: dict[Path, None] = {}
+    # By content, since a folder of the user may hold other images in the next start.
+    learned: set[str] = set()
+    for step in learning:
+        for path, found in _training_shards(step):
+            learned.add(hash_of(step.identified(path)))
+            shards |= dict.fromkeys(found)
     others = [step for name, step in plan.splits.items() if name != plan.file.scored_on]
     done = [step for step in others if _are_done(step)]
-    content = [plan.real.identity, *(step.identity for step in done), *sorted(map(str, trained))]
+    content = [plan.real.identity, *(step.identity for step in done), *sorted(learned)]
     part = plan.work.path("splits", hash_of(content))
     if plan.work.has(part):
         return
@@ -38,8 +42,8 @@ def refuse_shared_images(plan: SeedPlan) -> None:
                 images[name] = _images(step)
             # As many as the two evaluations accept.
             read_data(images, sum(step.values["max_bad"] for step in plan.splits.values()))
-        refuse_trained(plan.file.scored_on, _images(plan.real), trained)
-        for step in (plan.real, *done):
+        refuse_trained(plan.file.scored_on, _images(plan.real), shards)
+        for step in (plan.real, *done, *learning):
             step.refuse_changed()
     plan.work.finish(part, {})
 
@@ -64,8 +68,10 @@ def _learning(plan: SeedPlan) -> Iterator[Step]:
                 yield step
 
 
-def _training_shards(step: Step) -> Iterator[Path]:
-    """Shards that a step learns from."""
+def _training_shards(step: Step) -> Iterator[tuple[Path, list[Path]]]:
+    """Paths of the images that a step learns from, as it names them, each with its shards."""
     for name, path in step.paths:
         if name not in _MEASURED:
-            yield from named_shards(step.placed_path(path), are_held_out=False)
+            found = named_shards(step.placed_path(path), are_held_out=False)
+            if found:
+                yield path, found

@@ -289,15 +289,16 @@ class Step:
         seen = {}
         for name, value in self.values.items():
             if name not in _FREE:
-                seen[name] = self._identified(value)
+                seen[name] = self.identified(value)
         return hash_of([NUMERICS, self.verb, seen])
 
-    def _identified(self, value: Any) -> Any:
+    def identified(self, value: Any) -> Any:
+        """A value with the identity of a step for its folder, and the content of a file for its path."""
         if isinstance(value, Mapping):
-            pairs = [[self._identified(key), self._identified(one)] for key, one in value.items()]
+            pairs = [[self.identified(key), self.identified(one)] for key, one in value.items()]
             return sorted(pairs, key=repr)
         if isinstance(value, list | tuple):
-            return [self._identified(one) for one in value]
+            return [self.identified(one) for one in value]
         if not isinstance(value, str | Path):
             return value
         text = str(value)

@@ -10,6 +10,7 @@ import pytest
 from hddm.benchmark import run
 from hddm.benchmark.costs import evaluation_flop
 from hddm.benchmark.file import BenchmarkFile
+from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import Results
 from hddm.experts.loading import load
@@ -231,6 +232,47 @@ def test_scores_on_images_that_no_step_of_a_row_learned_from_are_fine(
     }
     evaluate = {**SMALL["evaluate"], "held_out": "$parts"}
     run_inline(small(steps=steps, evaluate=evaluate), tmp_path / "new", data, jobs=jobs)
+
+
+def shard_of(images: Path, shard: Path) -> None:
+    """A partition of one shard, in place of what is there."""
+    run_words(["partition", str(images), "--shards", "1", "--out", str(shard), "--overwrite"])
+
+
+OWN_SHARDS: dict[str, Any] = {
+    "steps": {"one": "train expert $data/mine/shard_0 --size tiny"},
+    "evaluate": {
+        "reference": "$data/reference",
+        "held_out": "$data/test/shard_0",
+        "features": "classifier",
+    },
+}
+"""A benchmark of shards that are on the disk before it."""
+
+
+@pytest.fixture
+def own(data: Path, tmp_path: Path) -> Path:
+    """A folder of such shards."""
+    folder = tmp_path / "own"
+    shard_of(data / "train", folder / "reference")
+    shard_of(data / "train", folder / "mine")
+    shard_of(data / "test", folder / "test")
+    return folder
+
+
+def test_shards_that_are_replaced_by_scored_images_are_noticed(data: Path, own: Path) -> None:
+    jobs = own / "jobs"
+    refuse_shared_images(plan_of(own, jobs, **OWN_SHARDS))
+    shard_of(data / "test", own / "mine")
+    told = refusal(refuse_shared_images, plan_of(own, jobs, **OWN_SHARDS))
+    assert "are also training images of" in told
+
+
+def test_shards_that_change_while_they_are_looked_at_are_told(data: Path, own: Path) -> None:
+    plan = plan_of(own, own / "jobs", **OWN_SHARDS)
+    _ = plan.steps["one"].identity
+    shutil.copytree(own / "mine" / "shard_0", own / "mine" / "shard_0" / "more")
+    assert "has changed since" in refusal(refuse_shared_images, plan)
 
 
 # Which rows compare.
