@@ -116,3 +116,11 @@ def refuse_void(strategy: str, num_experts: int, num_domains: int) -> None:
     reason = void_since(num_experts, num_domains)
     if reason:
         raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")
+
+
+def refuse_unrouted(strategy: str) -> None:
+    """Raise an `HddmError` for a ``strategy`` of experts without a router, unless it needs none."""
+    if strategy != "draw":
+        raise HddmError(
+            f"strategy {strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
+        )

@@ -10,18 +10,13 @@ from typing import Any, get_args
 
 from hddm.benchmark.file import RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
+from hddm.benchmark.models import Models
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.evaluation.features import find_inception
-from hddm.experts.ensemble_folders import read_ensemble_record
-from hddm.experts.expert import experts_in
-from hddm.experts.parts import domains_of
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm.utils.work import Work
 
-EXPERTS = "experts"
-"""Folder of the experts in an ensemble's folder."""
 _REAL = "real"
 _LONGEST = 80
 """Letters of a row's name in a path."""
@@ -58,6 +53,7 @@ class SeedPlan:
 
     def __post_init__(self) -> None:
         self.steps: dict[str, Step] = {}
+        self.models = Models()
         self._places: dict[str, Line] = {}
         self._defaults: dict[str, Line] = {}
         for verb, text in self.file.defaults.items():
@@ -69,6 +65,7 @@ class SeedPlan:
             with errors_as(HddmError, f"step {name!r}"):
                 line = self.lines.read(split(self._with_values(text)))
                 self.steps[name] = self._step(name, self._with_defaults(line))
+                self.models.add(self.steps[name])
 
     @property
     def real(self) -> Step:
@@ -165,7 +162,7 @@ class SeedPlan:
             raise HddmError("names no model; write $NAME of a step, or a folder")
         (source,) = own.given["source"]
         model = self._model(source)
-        is_alone = _is_alone(model)
+        is_alone = self._is_alone(own)
         varied = {}
         texts = []
         for key, value in change.items():
@@ -258,6 +255,10 @@ class SeedPlan:
         settings = self.lines.settings(line.placed({"data": str(self.data)}))
         seed = self.seed if is_seeded else None
         step = Step(name, line, settings, inputs, seed, self.work, self.data, self.contents)
+        if step.verb == "sample":
+            sampled = self.models.at(step, step.values["source"])
+            if sampled is not None:
+                sampled.check(step.values["strategy"], step.values["expert"])
         # Computed here, where those of its inputs are known: a chain may be long.
         _ = step.depth, step.upstream
         return step
@@ -271,9 +272,7 @@ class SeedPlan:
 
         Raises `HddmError` for samples of a network alone with options of routing.
         """
-        is_alone = line.verb == "sample" and "source" in line.given
-        if is_alone:
-            is_alone = _is_alone(self._model(*line.given["source"]))
+        is_alone = self._is_alone(line)
         for name in sorted(ROUTING):
             if is_alone and name in line.given:
                 shown = " ".join(line.given[name])
@@ -287,6 +286,13 @@ class SeedPlan:
         if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
             line = line.or_else(seed.without(self._in_config(line)))
         return line
+
+    def _is_alone(self, line: Line) -> bool:
+        """True for samples of a network alone, and of experts between which nothing has to choose."""
+        if line.verb != "sample" or "source" not in line.given:
+            return False
+        model = self.models.of(self._model(*line.given["source"]))
+        return model is not None and model.is_alone
 
     def _in_config(self, line: Line) -> Mapping[str, Any]:
         """What a line's file of settings says, by parameter; nothing if it names none."""
@@ -302,34 +308,6 @@ class SeedPlan:
         # Known from before it is read, so that a step that reads it after a change is refused.
         self.contents.of(path)
         return read_yaml(path)
-
-
-def _is_alone(model: Step) -> bool:
-    """True for a network alone, and for experts between which nothing has to choose."""
-    if model.verb == "assemble":
-        return _is_of_one_domain(model)
-    if model.verb or model.inputs:
-        # Below a step's folder, only those in experts/ are known to be one before the step has run.
-        return model.kind.is_alone or Path(model.name).parent.name == EXPERTS
-    folder = Path(model.name)
-    if (folder / ENSEMBLE_FILE).is_file():
-        return len(set(domains_of(experts_in(folder, read_ensemble_record(folder))))) == 1
-    return (folder / EXPERT_FILE).is_file()
-
-
-def _is_of_one_domain(ensemble: Step) -> bool:
-    """True for one expert, and for experts of one shard that divide the noise levels among them."""
-    words = ensemble.line.given.get("experts", ())
-    if len(words) == 1:
-        return True
-    shards = set()
-    for word in words:
-        names = names_in(word)
-        step = ensemble.inputs.get(names[0]) if names and word == f"${names[0]}" else None
-        if step is None or step.verb != "train expert" or "noise_range" not in step.line.given:
-            return False
-        shards.add(step.values["shard"])
-    return len(shards) == 1
 
 
 def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:

@@ -31,8 +31,6 @@ class StepKind(NamedTuple):
     """It gets ``--seed``."""
     continues: tuple[str, ...] = ()
     """Options with which it goes on after it was killed, whatever `_FREE` parameters it had before."""
-    is_alone: bool = False
-    """It writes one network, which has no strategy and no router."""
     is_training: bool = False
     """Its operations are counted."""
     learns: bool = False
@@ -47,13 +45,12 @@ class StepKind(NamedTuple):
 
 _TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"), learns=True)
 STEP_KINDS = {
-    "train expert": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
+    "train expert": _TRAINING._replace(is_training=True, units_an_image=3.0),
     "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
     "train all": _TRAINING._replace(is_uncounted=True),
-    "distill": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
-    "convert": StepKind(is_alone=True, is_uncounted=True),
-    "calibrate": StepKind(is_alone=True, learns=True, units=10_000),
-    "merge": StepKind(is_alone=True),
+    "distill": _TRAINING._replace(is_training=True, units_an_image=3.0),
+    "convert": StepKind(is_uncounted=True),
+    "calibrate": StepKind(learns=True, units=10_000),
     # Images of another device are not continued but replaced.
     "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
     "evaluate": StepKind(units=15_000),

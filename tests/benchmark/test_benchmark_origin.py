@@ -371,6 +371,7 @@ def test_options_of_routing_that_many_rows_share_do_not_reach_a_network_alone(
         **SMALL["steps"],
         "early": f"{TRAIN} --noise-range 0:0.5",
         "late": f"{TRAIN} --noise-range 0.5:1",
+        "pair": "assemble $one $other --router moments",
         "alone": alone,
         "images": "sample $alone",
     }

@@ -454,7 +454,7 @@ def test_shares_belong_to_the_content_of_experts_of_one_name(
     for place, contents in (("here", "ab"), ("there", "ba")):
         for name, content in zip(("one", "two"), contents, strict=True):
             (tmp_path / place / name / "x").mkdir(parents=True)
-            (tmp_path / place / name / "x" / "expert.json").write_text(content)
+            (tmp_path / place / name / "x" / "config.json").write_text(content)
         monkeypatch.chdir(tmp_path / place)
         experts = "one/x two/x" if place == "here" else "two/x one/x"
         identities.append(
