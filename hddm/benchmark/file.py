@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import read_yaml
-from hddm.utils.records import Record, Seed, parse_record
+from hddm.utils.records import Record, Seed, SparseRecord, parse_record
 
 _OF_SEED = re.compile(r"seed_\d+")
 _PRESETS = Path(__file__).with_name("presets")
@@ -154,12 +154,21 @@ class Table(Record):
         return math.prod(sizes) if self.product else sum(sizes) + 1
 
 
-class Compare(Record):
+def _as_parameters(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Options by one spelling; ``guidance-scale`` is ``guidance_scale``."""
+    return tuple(name.replace("-", "_") for name in names)
+
+
+class Compare(SparseRecord):
     """Rows to compare; the distance to images that were not trained on decides."""
+
+    sparse = ("varies",)
 
     candidates: Names = ()
     """By name; all that are no baseline, if empty."""
     baselines: Names = ()
+    varies: Annotated[Names, AfterValidator(_as_parameters)] = ()
+    """Options of ``hddm sample`` that differ on purpose, as in ``hddm compare``."""
 
 
 class BenchmarkFile(Record):

@@ -33,6 +33,8 @@ class PlannedRow:
     varied: Mapping[str, str]
     """Options of the table that it differs by."""
     model: Step
+    is_alone: bool
+    """The model is one network, or several between which nothing has to choose."""
     samples: Step
     scores: Step
 
@@ -129,6 +131,12 @@ class SeedPlan:
         for step in self.all:
             with errors_as(HddmError, f"step {step.name!r}"):
                 step.refuse_missing()
+        for name in self.file.compare.varies:
+            known = self.rows[0].samples.values
+            if name not in known:
+                raise HddmError(
+                    f"compare.varies: {name!r} is no option of hddm sample{did_you_mean(name, known)}"
+                )
         for title, names in self.file.same.items():
             with errors_as(HddmError, f"same {title!r}"):
                 for name in names:
@@ -185,7 +193,7 @@ class SeedPlan:
         known = {"samples": samples, _REAL: self.real}
         evaluation = self._evaluation(["$samples", "--features", by], self.file.scored_on)
         scores = self._step(f"scores/{place}", evaluation, known)
-        return PlannedRow(title, name, row, varied, model, samples, scores)
+        return PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
 
     def _place(self, name: str, line: Line) -> str:
         """Part of a path for a row, which no other samples of the plan have."""

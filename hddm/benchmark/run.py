@@ -432,6 +432,7 @@ def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
         evaluation=evaluation.model_copy(update={"training_tflop": tflop}),
         experts_a_step=use.get("experts_a_sample", 1.0),
         sampling_flop=row.samples.work.record(cost_path(row.samples))["image"],
+        is_alone=row.is_alone,
     )
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from hddm.benchmark import results as results_module
 from hddm.benchmark import run
 from hddm.benchmark.costs import evaluation_flop
 from hddm.benchmark.file import BenchmarkFile
@@ -324,6 +325,50 @@ def test_two_ensembles_compare_by_the_same_strategy_alone(
     results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
     pairs = {(one.row, one.against) for one in results.comparisons if one.kind == "model"}
     assert pairs == {("pair", "twin"), ("pair, full", "twin, full"), ("pair, 1", "twin, 1")}
+
+
+@pytest.mark.parametrize(
+    ("options", "differing"),
+    [
+        ("--steps 3", "steps 3 against 1"),
+        ("--solver heun", 'solver "heun" against "euler"'),
+        ("--strategy full", 'strategy "full" against "draw"'),
+        ("--shift 2", "shift 2.0 against none"),
+        ("", None),
+    ],
+)
+def test_models_that_are_not_sampled_alike_get_no_verdict(
+    options: str,
+    differing: str | None,
+    data: Path,
+    jobs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(results_module, "LEARNED", 0)
+    steps = {
+        **SMALL["steps"],
+        "pair": "assemble $one $other --router moments",
+        "twin": "assemble $other $one --router moments --share one=0.3 --share other=0.7",
+    }
+    rows = {"twin": "$twin", "pair": f"$pair {options}", "one": "$one"}
+    for varies in ((), ("steps", "solver", "strategy", "shift")):
+        compare = {"candidates": ["pair"], "baselines": ["twin"], "varies": varies}
+        changed = small(steps=steps, rows=rows, compare=compare)
+        results = run_inline(changed, tmp_path / f"{len(varies)}", data, jobs=jobs)
+        (pair,) = results.comparisons
+        assert pair.verdict.judgement == "no verdict"
+        why = str(pair.verdict.why)
+        if differing is None or varies:
+            assert "not sampled alike" not in why
+        else:
+            assert f"not sampled alike: {differing}; compare.varies" in why
+    # Of the network alone, no strategy.
+    compare = {"candidates": ["pair"], "baselines": ["one"]}
+    changed = small(steps=steps, rows=rows, compare=compare)
+    (pair,) = run_inline(changed, tmp_path / "alone", data, jobs=jobs).comparisons
+    is_told = "not sampled alike" in str(pair.verdict.why)
+    assert is_told == (differing is not None and "strategy" not in differing)
 
 
 # What a file says that would come to nothing.

@@ -225,6 +225,10 @@ _ROWS_ALONE: dict[str, Any] = {"compare": {}, "budgets": {}, "tables": {"models"
         ({"tables": {"t": {"sample": "$mixed"}}}, "only options can stand here"),
         ({"tables": {"t": {"vary": {"stpes": [1]}}}}, "--stpes: no such option"),
         ({"tables": {"t": {"vary": {"steps": ["x"]}}}}, "--steps"),
+        (
+            {"compare": {"varies": ["sovler"]}},
+            "compare.varies: 'sovler' is no option of hddm sample",
+        ),
         ({"same": {"x": ["part", "alnoe"]}}, "same 'x': $alnoe: no such step"),
         ({"same": {"x": ["part", "parts"]}}, "is no step that samples"),
         ({"evaluate": {**CONTENT["evaluate"], "options": "--features x"}}, "has a key of its own"),
