@@ -63,6 +63,11 @@ class Strategy:
         """True if a sample has one expert to the end, from the beginning or from some t on."""
         return self.kind in ("draw", "commit")
 
+    @property
+    def has_fixed_number(self) -> bool:
+        """True if as many experts run for one sample as for any other."""
+        return self.kind in ("full", "top", "draw")
+
     def check(self, num_experts: int) -> None:
         """Refuse a k above the number of experts."""
         if self.kind == "top" and self.value > num_experts:

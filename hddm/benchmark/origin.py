@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.costs import calibration_flop, cost_path, is_uncounted, trained_size
+from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, trained_size
 from hddm.benchmark.results import ModelResult
 from hddm.benchmark.steps import Step
 from hddm.utils.files import sha256_of
@@ -95,7 +95,7 @@ def trained(
         training += flop
         if one.verb == "train router":
             router += flop
-    is_unknown = any(is_uncounted(one) or one.reads_a_finished_model for one in own)
+    is_unknown = any(has_unknown_cost(one) or one.reads_a_finished_model for one in own)
     is_known = bool(parts) and origin.is_whole and not is_unknown
     return ModelResult(
         model=model.name,

@@ -35,7 +35,7 @@ class StepKind(NamedTuple):
     """Its operations are counted."""
     learns: bool = False
     """It learns from the images that it reads."""
-    is_uncounted: bool = False
+    is_of_unknown_cost: bool = False
     """The cost of what it trains, or of the model that it reads, is not known."""
     units: int = 1_000
     """Progress of a step, about its milliseconds on one core."""
@@ -47,15 +47,15 @@ _TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-chan
 STEP_KINDS = {
     "train expert": _TRAINING._replace(is_training=True, units_an_image=3.0),
     "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
-    "train all": _TRAINING._replace(is_uncounted=True),
+    "train all": _TRAINING._replace(is_of_unknown_cost=True),
     "distill": _TRAINING._replace(is_training=True, units_an_image=3.0),
-    "convert": StepKind(is_uncounted=True),
+    "convert": StepKind(is_of_unknown_cost=True),
     "calibrate": StepKind(learns=True, units=10_000),
     # Images of another device are not continued but replaced.
     "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
-    "data old-model": StepKind(is_uncounted=True, units=30_000),
+    "data old-model": StepKind(is_of_unknown_cost=True, units=30_000),
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(

@@ -6,15 +6,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from hddm.benchmark import results as results_module
 from hddm.benchmark import run
-from hddm.benchmark.costs import evaluation_flop
+from hddm.benchmark.costs import calibration_flop, evaluation_flop, forward_flop
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import Results
 from hddm.experts.loading import load
+from hddm.experts.records import read_router
+from hddm.training.router_temperatures import NOISED
 from hddm.utils.records import parse_record
 from hddm.utils.work import Work
 from hddm.velocity import VelocityField
@@ -166,6 +169,60 @@ def test_a_student_of_unlike_experts_of_their_shards_has_no_known_cost(
     changed = small(steps=steps, rows={"student": "$student"})
     results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
     assert (costs(results)["student"] is None) == (sizes[0] != sizes[1])
+
+
+@pytest.mark.parametrize("other", ["tiny", "1x16/2"])
+def test_a_student_whose_teacher_runs_other_experts_for_some_images_has_no_known_cost(
+    other: str, data: Path, jobs: Path, tmp_path: Path
+) -> None:
+    """What is counted are the first images, and the next seed would have others."""
+    steps = {
+        **SMALL["steps"],
+        "other": f"train expert $parts/shard_1 --size {other}",
+        "pair": "assemble $one $other --router moments",
+    }
+    strategies = ["full", "top-1", "nucleus-0.9", "threshold-0.3"]
+    for strategy in strategies:
+        options = f"--teacher routed --strategy {strategy} --size tiny --steps 2 --batch-size 8"
+        steps[strategy.partition(".")[0]] = f"distill $pair --data $parts {options}"
+    rows = {name: f"${name}" for name in ("full", "top-1", "nucleus-0", "threshold-0")}
+    results = run_inline(small(steps=steps, rows=rows), tmp_path / "new", data, jobs=jobs)
+    known = {name for name, cost in costs(results).items() if cost is not None}
+    assert known == ({"full", "top-1"} if other == "tiny" else {"full"})
+
+
+def test_a_student_costs_what_is_known_of_the_experts_alone(
+    data: Path, jobs: Path, tmp_path: Path
+) -> None:
+    """The router of its teacher is another network, which does not run for the experts' own shards."""
+    steps = {
+        **SMALL["steps"],
+        "router": "train router $parts --steps 2 --batch-size 8 --size 1x16/2",
+        "routed": "assemble $one $other --router $router",
+        "student": "distill $routed --data $parts --size tiny --steps 2 --batch-size 8",
+    }
+    changed = small(steps=steps, rows={"student": "$student"})
+    results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
+    assert costs(results)["student"] is not None
+
+
+def test_the_calibration_of_a_router_costs_as_many_images_as_it_noised(
+    data: Path, jobs: Path, tmp_path: Path
+) -> None:
+    steps = {
+        **SMALL["steps"],
+        "router": "train router $parts --steps 2 --batch-size 8 --calibrate",
+        "routed": "assemble $one $other --router $router",
+    }
+    changed = small(steps=steps, rows={"routed": "$routed"})
+    results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
+    network, record = read_router(plan_of(data, jobs, steps=steps).steps["router"].path)
+    noised = record.calibration["noised_images"]
+    assert noised != NOISED
+    x = torch.zeros(1, *record.sample_shape)
+    of_experts = sum(calibration_flop(plan_of(data, jobs).steps[name]) for name in ("one", "other"))
+    of_router = noised * forward_flop(network, x, torch.ones(1))
+    assert results.models[0].calibration_flop == of_experts + of_router
 
 
 def test_experts_of_a_part_of_noise_are_counted(data: Path, jobs: Path, tmp_path: Path) -> None:
