@@ -1,10 +1,10 @@
 """Where a model comes from: the steps that made it, and what they cost.
 
-A model of several experts comes from the trainings of all of them, and one of these experts, taken out of its
-folder, from its own training alone.
+A model of several experts comes from the trainings of all of them, without those that were removed, and one
+of these experts, taken out of its folder, from its own training alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, trained_size
 from hddm.benchmark.results import ModelResult
 from hddm.benchmark.steps import Step
+from hddm.experts.ensemble_folders import read_ensemble_record
 from hddm.utils.files import sha256_of
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,10 @@ class Origin:
         for step in reversed(model.upstream):
             if step.identity not in needed:
                 continue
-            for name, read in step.inputs.items():
-                for path in step.paths_within(name):
-                    maker = _maker(read, path)
-                    is_whole = is_whole and maker is not None
-                    needed.add((maker or read).identity)
+            for read, part in _read_by(step):
+                maker = _maker(read, part)
+                is_whole = is_whole and maker is not None
+                needed.add((maker or read).identity)
         # Steps of several names ran once.
         steps: dict[str, Step] = {}
         for step in model.upstream:
@@ -48,22 +48,55 @@ class Origin:
         return cls(tuple(steps.values()), is_whole)
 
 
+def _read_by(step: Step) -> Iterator[tuple[Step, Path]]:
+    """The paths that a finished step depends on, each with the step in whose folder it is."""
+    for name, read in step.inputs.items():
+        for path in step.paths_within(name):
+            if step.verb == "assemble" and (path / ENSEMBLE_FILE).is_file():
+                # Experts and the router may have been left out.
+                for part in _parts_left(path, step.path):
+                    yield read, part
+            else:
+                yield read, path
+
+
+def _parts_left(ensemble: Path, changed: Path) -> Iterator[Path]:
+    """Experts and router of an ensemble that are also in the one that it was changed into."""
+    left = [_weights(part) for part in _networks(changed)]
+    for part in _networks(ensemble):
+        if _weights(part) in left:
+            yield part
+
+
+def _networks(ensemble: Path) -> Iterator[Path]:
+    """Folders of an ensemble's experts, and of its learned router."""
+    record = read_ensemble_record(ensemble)
+    for member in record.experts:
+        yield ensemble / member.folder
+    if record.learned is not None:
+        yield ensemble / record.learned
+
+
 def _maker(step: Step, path: Path) -> Step | None:
-    """The step that made what lies at ``path`` in the folder of ``step``; None for an expert of others."""
-    is_part = path != step.path and (step.path / ENSEMBLE_FILE).is_file()
-    if not is_part or not (path / EXPERT_FILE).is_file():
+    """The step that made what lies at ``path`` in the folder of ``step``; None for a network of others."""
+    if not _is_network(path) or not (step.path / ENSEMBLE_FILE).is_file():
         return step
     weights = _weights(path)
     found = None
     for one in step.upstream:
-        if one is not step and (one.path / EXPERT_FILE).is_file() and _weights(one.path) == weights:
+        if one is not step and _is_network(one.path) and _weights(one.path) == weights:
             found = one
     return found
 
 
-def _weights(expert: Path) -> dict[str, str]:
-    """SHA-256 of an expert's weights and of its calibration, by file."""
-    return {path.name: sha256_of(path) for path in sorted(expert.glob("*.safetensors"))}
+def _is_network(folder: Path) -> bool:
+    """True for the folder of an expert or of a router."""
+    return (folder / EXPERT_FILE).is_file() or (folder / ROUTER_FILE).is_file()
+
+
+def _weights(network: Path) -> dict[str, str]:
+    """SHA-256 of the weights of an expert, with its calibration, or of a router, by file."""
+    return {path.name: sha256_of(path) for path in sorted(network.glob("*.safetensors"))}
 
 
 def trained(

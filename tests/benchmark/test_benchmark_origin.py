@@ -99,6 +99,32 @@ def test_an_expert_taken_out_of_an_ensemble_cost_its_own_training(
     assert costs(results)["$pair/experts/0"] == costs(results)["one"]
 
 
+def test_a_changed_ensemble_cost_what_is_left_of_it(data: Path, jobs: Path, tmp_path: Path) -> None:
+    steps = {
+        **SMALL["steps"],
+        "more": "train expert $parts/shard_0 --init $other --steps 3",
+        "router": "train router $parts --steps 2 --batch-size 8",
+        "routed": "assemble $one $other --router $router",
+        "without-one": "assemble $routed --remove 0",
+        "exchanged": "assemble $routed --add $more --remove 0",
+        "by-moments": "assemble $routed --router moments",
+        "again": "assemble $without-one --strategy draw",
+        "router-of": "assemble $more $other --router $routed/router",
+    }
+    rows = {name: f"${name}" for name in list(steps)[-6:]}
+    results = run_inline(small(steps=steps, rows=rows), tmp_path / "new", data, jobs=jobs)
+    parts = {one.model: one.parts for one in results.models}
+    assert parts == {
+        "routed": ("one", "other", "router"),
+        "without-one": ("other", "router"),
+        "exchanged": ("other", "router", "more"),
+        "by-moments": ("one", "other"),
+        "again": ("other", "router"),
+        "router-of": ("other", "more", "router"),
+    }
+    assert all(cost is not None for cost in costs(results).values())
+
+
 def test_an_expert_that_no_step_trained_has_no_known_cost(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:
