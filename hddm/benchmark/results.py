@@ -71,7 +71,7 @@ class ScoredRow(Record):
 
 
 class ModelResult(Record):
-    """The training of one model of one seed, in counted operations; None where unknown."""
+    """What one model of one seed took, in counted operations; None where unknown."""
 
     model: str
     seed: int
@@ -134,7 +134,8 @@ class Row:
     """One row of a table over all training seeds."""
 
     scored: tuple[ScoredRow, ...]
-    trained: tuple[ModelResult, ...]
+    models: tuple[ModelResult, ...]
+    """Its models, one of each seed."""
 
     @property
     def one(self) -> ScoredRow:
@@ -193,9 +194,10 @@ class Row:
 
     @property
     def training_flop(self) -> float | None:
-        """Operations per seed, router included; None where unknown."""
-        known = [one.training_flop for one in self.trained if one.training_flop is not None]
-        return statistics.fmean(known) if known else None
+        """Operations per seed, router included; None where that of a seed is unknown."""
+        each = [one.training_flop for one in self.models]
+        known = [one for one in each if one is not None]
+        return statistics.fmean(known) if known and len(known) == len(each) else None
 
     @property
     def is_alone(self) -> bool:
@@ -254,8 +256,8 @@ class Results(Record):
             found[table] = []
             for each in rows.values():
                 keys = {(one.model_hash, one.seed) for one in each}
-                trained = [model for model in self.models if (model.hash, model.seed) in keys]
-                found[table].append(Row(tuple(each), tuple(trained)))
+                models = [model for model in self.models if (model.hash, model.seed) in keys]
+                found[table].append(Row(tuple(each), tuple(models)))
         return found
 
     @property
