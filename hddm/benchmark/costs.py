@@ -1,10 +1,14 @@
 """Counted operations of trainings and of sampling, a multiply-add being two.
 
-    training = steps × (batch × one image's step + the optimiser's update) + calibration
+    training = steps × (batch × one image's step + the optimiser's update)
+               + trajectories × one of the teacher's trajectories + calibration
     calibration = states that it looks at × one evaluation
+    sampling = images × one image
 
-Real steps of each network are counted, by running its command line for a few steps; only matrix products
-count, as those of Muon's update. Sampling is counted on the first images of a row.
+States are those of the data at each level of noise, and of own samples those at each of their steps. Only
+students of few steps have trajectories. Real steps of each network are counted, by running its command line
+for a few steps; only matrix products count, as those of Muon's update. Sampling is counted on the first
+images of a row.
 """
 
 import contextlib

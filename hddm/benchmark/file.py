@@ -197,7 +197,7 @@ class BenchmarkFile(Record):
     budgets: dict[str, Names] = Field(default_factory=dict)
     """Rows whose training compute is to be equal."""
     not_counted: Names = ()
-    """Steps that were there before, whose compute counts for no row."""
+    """Steps that were there before, whose compute counts for no row but their own."""
     same: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Pairs of sampled folders, of which the report says how many images are equal, pixel for pixel."""
     split: DecidingSplit | None = None

@@ -4,10 +4,10 @@ A model of several experts comes from the trainings of all of them, without thos
 of these experts, taken out of its folder, from its own training alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, trained_size
 from hddm.benchmark.results import ModelResult
@@ -99,47 +99,67 @@ def _weights(network: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in sorted(network.glob("*.safetensors"))}
 
 
-def trained(
-    model: Step, seed: int, not_counted: list[Step], records: Mapping[str, Mapping[str, Any]]
+class _Cost(NamedTuple):
+    """Counted operations of a step."""
+
+    whole: int
+    calibration: int
+    """The part of them that calibration took."""
+
+
+def _cost_of(step: Step) -> _Cost:
+    """What a finished step took, by the equation of `hddm.benchmark.costs`."""
+    if step.verb == "sample":
+        return _Cost(step.values["num_images"] * step.work.record(cost_path(step))["image"], 0)
+    fitting = calibration_flop(step)
+    if not step.kind.is_training:
+        return _Cost(fitting, fitting)
+    cost = step.work.record(cost_path(step))
+    num_steps, batch_size = trained_size(step)
+    flop = num_steps * (batch_size * cost["image"] + cost["update"])
+    if cost["trajectory"]:
+        flop += step.values["trajectories"] * cost["trajectory"]
+    return _Cost(flop + fitting, fitting)
+
+
+def model_cost(
+    model: Step, seed: int, not_counted: Sequence[Step], records: Mapping[str, Mapping[str, Any]]
 ) -> ModelResult:
-    """What the training of a model took, without the steps ``not_counted`` and all before them."""
+    """What a model took, without the steps ``not_counted`` and all before them.
+
+    One of these costs all that it took itself. Samples count where a training learns from them.
+    """
     before: set[str] = set()
     for earlier in not_counted:
-        if earlier.identity != model.identity:
-            before |= {one.identity for one in earlier.upstream}
+        before |= {one.identity for one in earlier.upstream}
+    if model.identity in before:
+        before.clear()
     origin = Origin.of(model)
     own = [one for one in origin.steps if one.identity not in before]
-    parts = [one for one in own if one.kind.is_training or one.verb == "calibrate"]
-    steps = []
-    batch_sizes = []
-    calibration = router = training = 0
-    for one in parts:
-        num_steps, batch_size = trained_size(one)
-        steps.append(num_steps)
-        batch_sizes.append(batch_size)
-        fitting = calibration_flop(one)
-        flop = fitting
-        if num_steps:
-            cost = one.work.record(cost_path(one))
-            flop += num_steps * (batch_size * cost["image"] + cost["update"])
-            if cost["trajectory"]:
-                flop += one.values["trajectories"] * cost["trajectory"]
-        calibration += fitting
-        training += flop
+    parts = [one for one in own if _has_cost(one)]
+    costs = [_cost_of(one) for one in parts]
+    router = 0
+    for one, cost in zip(parts, costs, strict=True):
         if one.verb == "train router":
-            router += flop
+            router += cost.whole
     is_unknown = any(has_unknown_cost(one) or one.reads_a_finished_model for one in own)
-    is_known = bool(parts) and origin.is_whole and not is_unknown
+    is_known = any(map(_has_cost, origin.steps)) and origin.is_whole and not is_unknown
+    sizes = [trained_size(one) for one in parts]
     return ModelResult(
         model=model.name,
         seed=seed,
         hash=model.identity,
         folder=model.label,
         parts=tuple(one.name for one in parts),
-        steps=tuple(steps),
-        batch_sizes=tuple(batch_sizes),
-        calibration_flop=calibration if is_known else None,
+        steps=tuple(num_steps for num_steps, _ in sizes),
+        batch_sizes=tuple(batch_size for _, batch_size in sizes),
+        calibration_flop=sum(cost.calibration for cost in costs) if is_known else None,
         router_flop=router if is_known else None,
-        training_flop=training if is_known else None,
+        training_flop=sum(cost.whole for cost in costs) if is_known else None,
         seconds=round(sum(records[one.identity]["seconds"] for one in parts), 1),
     )
+
+
+def _has_cost(step: Step) -> bool:
+    """True for steps of which operations count: trainings, calibrations, and samples to learn from."""
+    return step.is_counted or step.verb == "calibrate"

@@ -25,7 +25,7 @@ from typing import Any
 from hddm.benchmark.costs import TrainingCost, cost_path, count_sampling, count_training
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.lines import CommandLine, RunCommand
-from hddm.benchmark.origin import trained
+from hddm.benchmark.origin import model_cost
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import PlannedRow, SeedPlan
 from hddm.benchmark.report import tables_text, write_report
@@ -374,7 +374,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         for row in plan.rows:
             key = row.model.identity, plan.seed
             if key not in models:
-                models[key] = trained(row.model, plan.seed, not_counted, records)
+                models[key] = model_cost(row.model, plan.seed, not_counted, records)
     scored = []
     for table in file.tables:
         for plan in plans:

@@ -10,11 +10,18 @@ import torch
 
 from hddm.benchmark import results as results_module
 from hddm.benchmark import run
-from hddm.benchmark.costs import calibration_flop, evaluation_flop, forward_flop
+from hddm.benchmark.costs import (
+    calibration_flop,
+    cost_path,
+    evaluation_flop,
+    forward_flop,
+    trained_size,
+)
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import Results
+from hddm.benchmark.steps import Step
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.training.router_temperatures import NOISED
@@ -148,6 +155,53 @@ def test_a_finished_model_and_a_step_of_one_name_are_two_models(
     flop = {row.name: row.training_flop for row in results.first}
     assert flop["own"] is not None
     assert flop["found"] is None
+
+
+MEMORY = {
+    **SMALL["steps"],
+    "memory": "sample $one --num-images 24",
+    "with-memory": "partition $parts/shard_1/images $memory --shards 1",
+    "tuned": "train expert $with-memory/shard_0 --init $one",
+    "whole": "assemble $one --strategy draw",
+}
+"""Training that goes on with samples of the model itself."""
+
+
+def test_samples_that_a_training_learns_from_count_for_it(
+    data: Path, jobs: Path, tmp_path: Path
+) -> None:
+    rows = {"one": "$one", "tuned": "$tuned"}
+    results = run_inline(small(steps=MEMORY, rows=rows), tmp_path / "new", data, jobs=jobs)
+    tuned = next(one for one in results.models if one.model == "tuned")
+    assert tuned.parts == ("one", "memory", "tuned")
+    # Of 7 operations per image, which is what this benchmark counts.
+    alone = costs(results)["one"] or 0
+    by_hand = model_cost_without_samples(plan_of(data, jobs, steps=MEMORY).steps["tuned"])
+    assert tuned.training_flop == alone + 24 * 7 + by_hand
+
+
+def model_cost_without_samples(step: Step) -> int:
+    num_steps, batch_size = trained_size(step)
+    cost = step.work.record(cost_path(step))
+    of_steps: int = num_steps * (batch_size * cost["image"] + cost["update"])
+    return of_steps + calibration_flop(step)
+
+
+@pytest.mark.parametrize("not_counted", [["one"], ["memory"], ["one", "memory"]])
+def test_a_model_that_was_there_before_costs_its_own_training_whatever_comes_of_it(
+    not_counted: list[str], data: Path, jobs: Path, tmp_path: Path
+) -> None:
+    rows = {"one": "$one", "tuned": "$tuned", "whole": "$whole"}
+    changed = small(steps=MEMORY, rows=rows, not_counted=not_counted)
+    results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
+    alone = run_inline(small(), tmp_path / "alone", data, jobs=jobs)
+    parts = {one.model: one.parts for one in results.models}
+    assert parts["tuned"] == (("memory", "tuned") if not_counted == ["one"] else ("tuned",))
+    assert parts["one"] == ("one",)
+    assert costs(results)["one"] == costs(alone)["one"]
+    # It took nothing that was not there before, which is known.
+    assert (parts["whole"], costs(results)["whole"]) == ((), 0)
+    assert "not known" not in (tmp_path / "new" / "tables.md").read_text()
 
 
 def test_a_calibration_on_own_samples_costs_these_samples_too(
