@@ -13,7 +13,7 @@ from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, 
 from hddm.benchmark.results import ModelResult
 from hddm.benchmark.steps import Step
 from hddm.experts.ensemble_folders import read_ensemble_record
-from hddm.utils.files import sha256_of
+from hddm.networks.folders import sha256_once
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
 
 
@@ -29,7 +29,7 @@ class Origin:
 
     @classmethod
     def of(cls, model: Step) -> "Origin":
-        """The origin of what a finished step wrote, or of a path within it."""
+        """The origin of what a step writes, or of a path within it, which `is_decided`."""
         needed = {model.identity}
         is_whole = True
         # From the last on, since a step comes after all that it reads.
@@ -48,8 +48,20 @@ class Origin:
         return cls(tuple(steps.values()), is_whole)
 
 
+def is_decided(model: Step) -> bool:
+    """True if all ensembles are there of which a model takes a part."""
+    for step in model.upstream:
+        for name, read in step.inputs.items():
+            if read.verb != "assemble":
+                continue
+            takes_part = step.verb == "assemble" or step.paths_within(name) != [read.path]
+            if takes_part and not (read.is_done and (step.is_done or step.verb != "assemble")):
+                return False
+    return True
+
+
 def _read_by(step: Step) -> Iterator[tuple[Step, Path]]:
-    """The paths that a finished step depends on, each with the step in whose folder it is."""
+    """The paths that a step depends on, each with the step in whose folder it is."""
     for name, read in step.inputs.items():
         for path in step.paths_within(name):
             if step.verb == "assemble" and (path / ENSEMBLE_FILE).is_file():
@@ -96,7 +108,7 @@ def _is_network(folder: Path) -> bool:
 
 def _weights(network: Path) -> dict[str, str]:
     """SHA-256 of the weights of an expert, with its calibration, or of a router, by file."""
-    return {path.name: sha256_of(path) for path in sorted(network.glob("*.safetensors"))}
+    return {path.name: sha256_once(path) for path in sorted(network.glob("*.safetensors"))}
 
 
 class _Cost(NamedTuple):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from hddm.benchmark.origin import Origin, is_decided
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
 from hddm.data.shard_records import named_shards
@@ -59,10 +60,13 @@ def _images(step: Step) -> Path:
 
 
 def _learning(plan: SeedPlan) -> Iterator[Step]:
-    """Steps that learn from images, and that a row depends on."""
+    """Steps that learn from images, and that a row comes from."""
+    models = {row.model.identity: row.model for row in plan.rows}
     seen: set[str] = set()
-    for row in plan.rows:
-        for step in row.model.upstream:
+    for model in models.values():
+        if not is_decided(model):
+            continue
+        for step in Origin.of(model).steps:
             if step.kind.learns and step.identity not in seen:
                 seen.add(step.identity)
                 yield step

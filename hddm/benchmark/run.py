@@ -133,6 +133,9 @@ def _run(
         by_identity |= {step.identity: step for step in plan.all}
     steps = list(by_identity.values())
     _forget_damaged(steps)
+    for plan in plans:
+        # Of images that are on the disk already.
+        refuse_shared_images(plan)
     left = _left(steps)
     planned = sum(map(_with_counting, steps))
     missing = sum(map(_with_counting, left))
@@ -440,9 +443,9 @@ def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> Same
     """Count the images that two sampled folders have in common, and those of equal pixels."""
     first, second = names
     images = equal = 0
-    for plan in plans:
-        one = plan.find(first).path
-        other = plan.find(second).path
+    # Folders of no seed are the same in all plans.
+    pairs = dict.fromkeys((plan.find(first).path, plan.find(second).path) for plan in plans)
+    for one, other in pairs:
         for path in one.glob("*.png"):
             twin = other / path.name
             if twin.is_file():

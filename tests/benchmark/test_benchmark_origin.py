@@ -31,7 +31,7 @@ from hddm.velocity import VelocityField
 from hddm_cli.app import run_words
 from hddm_cli.lines import LINES
 from tests.artefacts import refusal
-from tests.benchmark_files import run_inline, write_sides
+from tests.benchmark_files import inline, run_inline, write_sides
 
 pytestmark = pytest.mark.integration
 TRAIN = "train expert $parts/shard_0 --size tiny"
@@ -411,6 +411,47 @@ def test_shards_that_change_while_they_are_looked_at_are_told(data: Path, own: P
     _ = plan.steps["one"].identity
     shutil.copytree(own / "mine" / "shard_0", own / "mine" / "shard_0" / "more")
     assert "has changed since" in refusal(refuse_shared_images, plan)
+
+
+def test_shards_that_are_there_already_are_looked_at_before_anything_runs(own: Path) -> None:
+    evaluate = {**OWN_SHARDS["evaluate"], "held_out": "$data/mine/shard_0"}
+    steps = {"parts": "partition $data/reference/shard_0/images --shards 1"} | OWN_SHARDS["steps"]
+    chosen = small(steps=steps, evaluate={**evaluate, "reference": "$data/test"}, seeds=[0, 1])
+    with inline() as commands:
+        told = refusal(run.run_benchmark, chosen, own / "out", LINES, data=own)
+    assert "are also training images of" in told
+    assert commands == []
+
+
+def test_a_model_is_scored_on_images_that_only_others_of_its_ensemble_saw(
+    data: Path, jobs: Path, tmp_path: Path
+) -> None:
+    steps = {
+        **SMALL["steps"],
+        "rest": "assemble $pair --remove 1",
+        "more": "train expert $parts/shard_0 --init $pair/experts/0 --steps 3",
+    }
+    evaluate = {**SMALL["evaluate"], "reference": "$parts/shard_0", "held_out": "$parts/shard_1"}
+    rows = {"first": "$pair/experts/0", "rest": "$rest", "more": "$more"}
+    changed = small(steps=steps, rows=rows, evaluate=evaluate)
+    assert run_inline(changed, tmp_path / "new", data, jobs=jobs).scored
+    for row in ("$pair/experts/1", "$pair"):
+        changed = small(steps=steps, rows={"x": row}, evaluate=evaluate)
+        told = refusal(run_inline, changed, tmp_path / "other", data, jobs=jobs)
+        assert "are also training images of" in told
+
+
+def test_equal_images_of_no_seed_are_counted_once(data: Path, jobs: Path, tmp_path: Path) -> None:
+    found = plan_of(data, jobs).steps["one"].path
+    steps = {
+        "parts": SMALL["steps"]["parts"],
+        "first": f"sample {found} --seed 3 --num-images 5",
+        "second": f"sample {found} --seed 3 --num-images 4",
+    }
+    same = {"the same": ["first", "second"]}
+    changed = small(steps=steps, rows={"found": str(found)}, same=same, seeds=[0, 1])
+    (counted,) = run_inline(changed, tmp_path / "new", data, jobs=jobs).same
+    assert (counted.images, counted.equal) == (4, 4)
 
 
 # Which rows compare.
