@@ -342,10 +342,9 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
         pairs: list[tuple[Literal["model", "setting"], Row, Row]] = []
         for row in rows:
             of = row.one.of
-            if of not in chosen.baselines and (not chosen.candidates or of in chosen.candidates):
-                for other in rows:
-                    if other.one.of in chosen.baselines and _are_alike(row, other):
-                        pairs.append(("model", row, other))
+            for other in rows:
+                if chosen.has(of, other.one.of) and _are_alike(row, other):
+                    pairs.append(("model", row, other))
             first = next(one for one in rows if one.one.of == of)
             if first is not row:
                 pairs.append(("setting", row, first))

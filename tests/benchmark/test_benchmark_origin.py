@@ -579,6 +579,48 @@ def test_a_row_to_compare_that_no_table_has_is_refused(changes: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
+    ("tables", "compare", "message"),
+    [
+        (
+            {"a": {"rows": ["one"]}, "b": {"rows": ["pair"]}},
+            {"candidates": ["pair"], "baselines": ["one"]},
+            "compare.candidates: row 'pair' has no baseline beside it in any table",
+        ),
+        (
+            {"a": {"rows": ["one"]}, "b": {"rows": ["pair"]}},
+            {"baselines": ["one"]},
+            "compare.baselines: row 'one' has no candidate beside it in any table",
+        ),
+        (
+            {"a": {}},
+            {"baselines": ["one", "pair"]},
+            "compare.baselines: row 'one' has no candidate beside it",
+        ),
+        ({"a": {}}, {"candidates": ["one"]}, "compare.candidates: row 'one' has no baseline"),
+        (
+            {"a": {}},
+            {"candidates": ["one"], "baselines": ["one"]},
+            "compare.candidates: row 'one' has no baseline",
+        ),
+    ],
+)
+def test_rows_to_compare_that_no_table_has_together_are_refused(
+    tables: dict[str, Any], compare: dict[str, Any], message: str
+) -> None:
+    rows = {"one": "$one", "pair": "$pair"}
+    assert message in refusal(small, rows=rows, tables=tables, compare=compare)
+
+
+def test_a_candidate_may_be_the_baseline_of_others(data: Path, jobs: Path, tmp_path: Path) -> None:
+    rows = {"one": "$one", "other": "$other", "pair": "$pair"}
+    compare = {"candidates": ["one", "pair"], "baselines": ["one", "other"]}
+    changed = small(rows=rows, compare=compare)
+    results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
+    pairs = [(one.row, one.against) for one in results.comparisons]
+    assert pairs == [("one", "other"), ("pair", "one"), ("pair", "other")]
+
+
+@pytest.mark.parametrize(
     "alone",
     [
         TRAIN,
