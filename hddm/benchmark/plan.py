@@ -12,12 +12,14 @@ from hddm.benchmark.file import RESERVED, ROUTING, BenchmarkFile, DecidingSplit,
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
 from hddm.benchmark.models import Models
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
+from hddm.data.shard_records import HELD_OUT
 from hddm.evaluation.features import find_inception
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
 from hddm.utils.work import Work
 
 _REAL = "real"
+_SHARD = re.compile(r"shard_(\d+)")
 _LONGEST = 80
 """Letters of a row's name in a path."""
 
@@ -187,6 +189,8 @@ class SeedPlan:
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
         line = self._with_defaults(changed.or_else(options).or_else(own))
         samples = self._step("samples/", line)
+        if samples.values["output_type"] == "latent":
+            raise HddmError("`output_type` latent: only pictures are scored; leave it out")
         place = self._place(name if is_plain else f"{title} {name}", line)
         samples = replace(samples, name=f"samples/{place}")
         by = f"${_REAL}.safetensors" if self._features == "classifier" else self._features
@@ -263,6 +267,8 @@ class SeedPlan:
         settings = self.lines.settings(line.placed({"data": str(self.data)}))
         seed = self.seed if is_seeded else None
         step = Step(name, line, settings, inputs, seed, self.work, self.data, self.contents)
+        for _, path in step.paths:
+            _refuse_missing_shard(step, path)
         if step.verb == "sample":
             sampled = self.models.at(step, step.values["source"])
             if sampled is not None:
@@ -322,6 +328,33 @@ def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:
     """Refuse a path that begins in the folder of a step and leaves it, which would go unnoticed."""
     if ".." in Path(word).parts and any(name in inputs for name in names_in(word)):
         raise HddmError(f"{word}: leads out of the step's folder; name what is in it")
+
+
+def _refuse_missing_shard(step: Step, path: Path) -> None:
+    """Refuse a path to a shard, or to held-out images, that the partition in its place will not have."""
+    names = [name for name in names_in(path.parts[0]) if name in step.inputs] if path.parts else []
+    if not names or len(path.parts) == 1:
+        return
+    source, part = step.inputs[names[0]], path.parts[1]
+    match = _SHARD.fullmatch(part)
+    number = _num_shards(source)
+    if match is not None and number is not None and int(match[1]) >= number:
+        raise HddmError(f"{path}: no such shard; ${source.name} has {number}, from shard_0")
+    if part == HELD_OUT and source.verb == "partition" and not source.values["held_out"]:
+        raise HddmError(
+            f"{path}: ${source.name} holds no images out; hddm partition --held-out does"
+        )
+
+
+def _num_shards(step: Step) -> int | None:
+    """The number of shards that a step writes; None for one that writes anything else."""
+    if step.verb == "partition":
+        return step.values["shards"] or len(step.values["classes"])
+    if step.verb == "encode":
+        for name, source in step.inputs.items():
+            if str(step.values["source"]) == f"${name}":
+                return _num_shards(source)
+    return None
 
 
 def slug(name: str) -> str:

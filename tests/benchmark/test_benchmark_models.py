@@ -162,3 +162,54 @@ def test_what_only_the_assembly_tells_is_no_reason_to_refuse() -> None:
     """A learned router may know the shard of an added expert, or be left out."""
     steps = {"trio": "assemble $pair --add $early --strategy full"}
     assert plan({"x": "$trio --strategy top-3"}, steps).rows
+
+
+# What options cannot be together, and what a step will not write.
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{TRAIN} --init $first --size tiny", "`size`: `init` fixes it"),
+        (f"{TRAIN} --lora-rank 4", "`lora_rank` adapts an existing expert; pass `init`"),
+        ("distill $pair --data $parts --steps 2 --size tiny --init $first", "`init` fixes it"),
+        ("distill $pair --data $parts --steps 2 --sampling-steps 2", "pass `init`"),
+        ("train all --shards $parts --objective flow --steps 2 --lora-rank 4", "pass `init`"),
+        ("merge $first $second --weights x,y", "write one number per expert"),
+        ("merge $first $second --weights 0.5,0.4", "give 2 numbers of 0 or more that sum to 1"),
+        ("partition $digits/train", "pass one"),
+        ("partition $digits/train --shards 2 --classes a=0,1", "pass one"),
+        (
+            "train expert $parts/shard_2 --objective flow --steps 2",
+            "$parts/shard_2: no such shard; $parts has 2, from shard_0",
+        ),
+        (
+            "train expert $small/shard_2 --objective flow --steps 2",
+            "$small/shard_2: no such shard; $small has 2",
+        ),
+        (
+            "train expert $by-class/shard_1/images --objective flow --steps 2",
+            "$by-class/shard_1/images: no such shard; $by-class has 1",
+        ),
+        ("partition $parts/held_out --shards 1", "$parts/held_out: $parts holds no images out"),
+    ],
+)
+def test_a_step_that_could_not_run_is_refused(line: str, message: str) -> None:
+    steps = {
+        "small": "encode $parts --resolution 4",
+        "by-class": "partition $digits/train --classes a=0,1",
+        "x": line,
+    }
+    assert message in refusal(plan, {"a": "$pair"}, steps)
+
+
+def test_a_default_that_does_not_go_with_a_step_is_refused_before_others_run() -> None:
+    steps = {"tuned": f"{TRAIN} --init $first"}
+    defaults = {"train expert": "--size tiny"}
+    told = refusal(plan, {"a": "$tuned"}, steps, defaults=defaults)
+    assert told == "step 'tuned': `size`: `init` fixes it; leave it out"
+
+
+def test_samples_that_cannot_be_scored_are_no_row() -> None:
+    assert "only pictures are scored" in refusal(plan, {"a": "$pair --output-type latent"})
+    assert plan({"a": "$pair"}, {"latents": "sample $pair --output-type latent"}).rows
