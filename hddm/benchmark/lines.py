@@ -86,7 +86,8 @@ class CommandLine(Protocol):
         """
 
     def settings(self, line: Line) -> Settings:
-        """Parse a line as its verb does; raises `HddmError` for missing parameters and values that cannot be.
+        """Parse a line as its verb does; raises `HddmError` for missing parameters and values that cannot be,
+        alone or together.
 
         Nothing is run, and no folder need exist yet.
         """

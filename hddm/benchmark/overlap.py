@@ -25,14 +25,14 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     learning = [step for step in _learning(plan) if _are_done(step)]
     shards: dict[Path, None] = {}
     # By content, since a folder of the user may hold other images in the next start.
-    learned: set[str] = set()
+    learned: dict[Path, str] = {}
     for step in learning:
         for path, found in _training_shards(step):
-            learned.add(hash_of(step.identified(path)))
+            learned[path] = hash_of(step.identified(path))
             shards |= dict.fromkeys(found)
     others = [step for name, step in plan.splits.items() if name != plan.file.scored_on]
     done = [step for step in others if _are_done(step)]
-    content = [plan.real.identity, *(step.identity for step in done), *sorted(learned)]
+    content = [plan.real.identity, *(step.identity for step in done), *sorted(learned.values())]
     part = plan.work.path("splits", hash_of(content))
     if plan.work.has(part):
         return
@@ -44,8 +44,10 @@ def refuse_shared_images(plan: SeedPlan) -> None:
             # As many as the two evaluations accept.
             read_data(images, sum(step.values["max_bad"] for step in plan.splits.values()))
         refuse_trained(plan.file.scored_on, _images(plan.real), shards)
-        for step in (plan.real, *done, *learning):
+        for step in (plan.real, *done):
             step.refuse_changed()
+        for path in learned:
+            plan.contents.refuse_changed(path)
     plan.work.finish(part, {})
 
 

@@ -135,9 +135,9 @@ def test_results_of_other_settings_are_not_replaced_unasked(
 
 @pytest.mark.integration
 def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_path: Path) -> None:
-    rows = {**CONTENT["rows"], "broken": "$flow --strategy top-3"}
+    rows = {**CONTENT["rows"], "broken": "$flow --guidance-rescale 0.5"}
     told = refusal(again, miniature, tmp_path / "out", file(rows=rows))
-    assert "step 'samples/broken' (hddm sample flow --strategy top-3" in told
+    assert "step 'samples/broken' (hddm sample flow --guidance-rescale 0.5" in told
     assert not (tmp_path / "out" / "results.json").exists()
     assert again(miniature, tmp_path / "out", file()).seeds == (0,)
 
