@@ -37,7 +37,7 @@ from hddm.networks.offload import in_best_order
 from hddm.parts import Part as Part
 from hddm.parts import Parts
 from hddm.routers import answer_of, given_condition
-from hddm.strategies import Strategy
+from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import to_float64
 from hddm.velocity import VelocityField, check_states, check_times
@@ -259,9 +259,8 @@ class Ensemble(Parts):
         if self.num_domains == 1:
             return self.at(t, torch.eye(len(self.experts))[:1].expand(len(x_t), -1))
         if self.router is None:
-            raise HddmError(
-                f"strategy {self.strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
-            )
+            refuse_unrouted(self.strategy)
+        assert self.router is not None
         probabilities = answer_of(self.router, x_t, t, len(self.experts), may_be_nan)
         if shares is not None:
             probabilities = given_condition(probabilities, self.prior, shares)

@@ -98,6 +98,16 @@ def resolve_solver(
     return name, solver
 
 
+def check_expert(expert: int | None, strategy: str | None, num_experts: int) -> None:
+    """Raise an `HddmError` for an ``expert`` that is not there, and for one beside a strategy."""
+    if expert is None:
+        return
+    if strategy is not None:
+        raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
+    if not 0 <= expert < num_experts:
+        raise HddmError(f"`expert` {expert}: choose from 0 to {num_experts - 1}")
+
+
 def check_effects(
     model: Ensemble, strategy: str | None, expert: int | None, guidance: Guidance, router_every: int
 ) -> None:
@@ -169,10 +179,7 @@ def plan(
         whole = copy.copy(model)
         whole.noise_range = WHOLE
         model = Ensemble([whole], strategy="draw", shift=model.shift)
-    if expert is not None and strategy is not None:
-        raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
-    if expert is not None and not 0 <= expert < len(model.experts):
-        raise HddmError(f"`expert` {expert}: choose from 0 to {len(model.experts) - 1}")
+    check_expert(expert, strategy, len(model.experts))
     is_own = alone is None and strategy == model.strategy
     chosen = None if is_own else strategy
     # A copy, so that another thread's sampling keeps its own strategy.

@@ -63,6 +63,11 @@ class Strategy:
         """True if a sample has one expert to the end, from the beginning or from some t on."""
         return self.kind in ("draw", "commit")
 
+    @property
+    def has_fixed_number(self) -> bool:
+        """True if as many experts run for one sample as for any other."""
+        return self.kind in ("full", "top", "draw")
+
     def check(self, num_experts: int) -> None:
         """Refuse a k above the number of experts."""
         if self.kind == "top" and self.value > num_experts:
@@ -116,3 +121,11 @@ def refuse_void(strategy: str, num_experts: int, num_domains: int) -> None:
     reason = void_since(num_experts, num_domains)
     if reason:
         raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")
+
+
+def refuse_unrouted(strategy: str) -> None:
+    """Raise an `HddmError` for a ``strategy`` of experts without a router, unless it needs none."""
+    if strategy != "draw":
+        raise HddmError(
+            f"strategy {strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
+        )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.training.settings import DistillSettings, RunOptions, refuse_fixed
+from hddm.training.settings import DistillSettings, RunOptions, check_init
 from hddm_cli.options import (
     Config,
     InputOption,
@@ -14,10 +14,17 @@ from hddm_cli.options import (
     Out,
     Overwrite,
     Without,
+    checked_by,
 )
 from hddm_cli.train import refuse_unfinished
 
 
+def check_student(settings: DistillSettings, init: Path | None) -> None:
+    """Refuse settings of a student that do not go with what it begins with."""
+    check_init(settings, init)
+
+
+@checked_by(check_student)
 def distill(
     ensemble: Annotated[Path, ModelArgument(help="Ensemble folder to imitate.")],
     data: Annotated[
@@ -40,8 +47,7 @@ def distill(
     The student costs as much as one expert per step, and with --sampling-steps it needs few steps. It is an
     expert folder. The run is saved in OUT.run; --resume continues from there.
     """
-    if init is not None:
-        refuse_fixed(settings)
+    check_student(settings, init)
     refuse_unfinished(out, run, overwrite)
 
     from hddm.training.distill import distill as train

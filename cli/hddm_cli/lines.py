@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import typer
@@ -58,6 +58,7 @@ class Lines:
         found = {}
         for param in command.params:
             found[param.name] = values.get(param.name, param.get_default(context))
+        _check(command.callback, {**found, **records})
         for record in records.values():
             found |= dict(record)
         for name in _OWN:
@@ -97,6 +98,14 @@ def _found(words: Sequence[str]) -> tuple[Any, Any, str, list[str]]:
         context = command.context_class(command, info_name=name, parent=context)
         names.append(name)
     return command, context, " ".join(names), rest
+
+
+def _check(callback: Any, values: Mapping[str, Any]) -> None:
+    """Check the values of a verb's parameters together, as the verb does before it reads anything."""
+    check = getattr(callback, "check", None)
+    if check is not None:
+        with worded():
+            check(**{name: values[name] for name in inspect.signature(check).parameters})
 
 
 def _words(param: Any, value: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BeforeValidator
@@ -202,7 +202,24 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
     taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     taking.__annotations__ = {one.name: one.annotation for one in parameters}
     taking.made_of = made_of  # type: ignore[attr-defined]
+    taking.check = getattr(command, "check", None)  # type: ignore[attr-defined]
     return taking
+
+
+Made = TypeVar("Made", bound=Callable[..., None])
+
+
+def checked_by(check: Callable[..., object]) -> Callable[[Made], Made]:
+    """Mark a verb that calls ``check`` before it reads anything: a benchmark does so before any step runs.
+
+    The parameters of ``check`` are some of the verb's own.
+    """
+
+    def mark(verb: Made) -> Made:
+        verb.check = check  # type: ignore[attr-defined]
+        return verb
+
+    return mark
 
 
 def is_given(context: typer.Context, name: str) -> bool:

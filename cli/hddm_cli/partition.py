@@ -7,9 +7,18 @@ import typer
 
 from hddm.settings import PartitionSettings
 from hddm.utils.errors import UsageError
-from hddm_cli.options import InputArgument, Out, Overwrite
+from hddm_cli.options import InputArgument, Out, Overwrite, checked_by
 
 
+def check_division(shards: int | None, settings: PartitionSettings) -> None:
+    """Refuse images that are to be split in two ways, or in none."""
+    if (shards is None) == (not settings.classes):
+        raise UsageError(
+            "--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one"
+        )
+
+
+@checked_by(check_division)
 def partition(
     images: Annotated[
         list[Path],
@@ -28,10 +37,7 @@ def partition(
 
     Several sources of images are taken together.
     """
-    if (shards is None) == (not settings.classes):
-        raise UsageError(
-            "--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one"
-        )
+    check_division(shards, settings)
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,

@@ -14,8 +14,8 @@ from hddm.training.settings import (
     ExpertSettings,
     RouterSettings,
     RunOptions,
+    check_init,
     parse_objectives,
-    refuse_fixed,
 )
 from hddm.utils.errors import UsageError, counted, errors_as
 from hddm_cli.options import (
@@ -27,6 +27,7 @@ from hddm_cli.options import (
     Overwrite,
     Without,
     add,
+    checked_by,
 )
 from hddm_cli.usage import say
 
@@ -52,6 +53,7 @@ def refuse_unfinished(out: Path, run: RunOptions, overwrite: bool) -> None:
         refuse_run(out)
 
 
+@checked_by(check_init)
 def expert(
     shard: Annotated[
         Path, InputArgument(help="Shard folder, written by hddm partition or hddm encode.")
@@ -68,8 +70,7 @@ def expert(
 
     Checkpoints, TensorBoard logs and sample grids are saved in OUT.run; --resume continues from there.
     """
-    if init is not None:
-        refuse_fixed(settings, schedule)
+    check_init(settings, init, schedule)
     refuse_unfinished(out, run, overwrite)
     from hddm.training.train import train
 
@@ -125,6 +126,7 @@ class IslandOptions(Described):
     """Maximum number of restarts of an expert whose process is killed."""
 
 
+@checked_by(check_init)
 def train_all(
     shards: Annotated[
         Path,
@@ -148,8 +150,7 @@ def train_all(
     Each trains alone, in its own process or on a Ray cluster. If a process is killed, its expert restarts
     from the last checkpoint and the others continue. Use --resume to finish what is left.
     """
-    if init is not None:
-        refuse_fixed(settings, schedule)
+    check_init(settings, init, schedule)
     from hddm.data.shard_records import find_shards
 
     folders = find_shards(shards)

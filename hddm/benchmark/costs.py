@@ -1,10 +1,14 @@
 """Counted operations of trainings and of sampling, a multiply-add being two.
 
-    training = steps × (batch × one image's step + the optimiser's update) + calibration
+    training = steps × (batch × one image's step + the optimiser's update)
+               + trajectories × one of the teacher's trajectories + calibration
     calibration = states that it looks at × one evaluation
+    sampling = images × one image
 
-Real steps of each network are counted, by running its command line for a few steps; only matrix products
-count, as those of Muon's update. Sampling is counted on the first images of a row.
+States are those of the data at each level of noise, and of own samples those at each of their steps. Only
+students of few steps have trajectories. Real steps of each network are counted, by running its command line
+for a few steps; only matrix products count, as those of Muon's update. Sampling is counted on the first
+images of a row.
 """
 
 import contextlib
@@ -24,12 +28,15 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import LEVELS, START, STATES
 from hddm.condition_names import LABELS
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
+from hddm.experts.ensemble_folders import read_ensemble_record
+from hddm.experts.expert import experts_in
 from hddm.experts.loading import load
+from hddm.experts.parts import domains_of
 from hddm.experts.records import ROUTER_FILE, read_expert_record, read_router
-from hddm.training.router_temperatures import NOISED
+from hddm.strategies import Strategy
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress, heard
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm.utils.work import hash_of
 from hddm.velocity import VelocityField
 
@@ -190,17 +197,30 @@ def cost_path(step: Step) -> Path:
     return step.work.path("cost", cost_key(step))
 
 
-def is_uncounted(step: Step) -> bool:
+def has_unknown_cost(step: Step) -> bool:
     """True for a finished step of unknown cost.
 
-    With unlike experts as teachers of their own shards, an image costs what its expert does, and the first
-    images, which are counted, may have another one than most.
+    The first images are counted for all. So a student's cost is not known where what its teacher does for an
+    image depends on the image: with unlike experts, of which each image has another, and with strategies that
+    run more experts for some images than for others.
     """
-    if step.verb != "distill" or step.values["teacher"] != "shard":
-        return step.kind.is_uncounted
-    ensemble = step.placed_path(step.values["ensemble"])
-    configs = [read_json(one) for one in ensemble.rglob("config.json")]
-    return any(one != configs[0] for one in configs)
+    if step.verb != "distill":
+        return step.kind.is_of_unknown_cost
+    folder = step.placed_path(step.values["ensemble"])
+    if not (folder / ENSEMBLE_FILE).is_file():
+        return not (folder / EXPERT_FILE).is_file()
+    experts = experts_in(folder, read_ensemble_record(folder))
+    configs = [read_json(one.place / "config.json") for one in experts]
+    are_alike = all(one == configs[0] for one in configs)
+    teacher = read_json(step.path / EXPERT_FILE)["training"]["teacher"]
+    num_domains = len(set(domains_of(experts)))
+    if teacher["kind"] == "shard" or num_domains == 1:
+        return not are_alike
+    strategy = Strategy.parse(teacher["strategy"])
+    if not are_alike:
+        # All of them run for every image, unless each has its own noise levels.
+        return strategy.kind != "full" or num_domains < len(experts)
+    return not strategy.has_fixed_number
 
 
 def trained_size(step: Step) -> tuple[int, int]:
@@ -217,10 +237,11 @@ def calibration_flop(step: Step) -> int:
     if step.verb == "train router":
         if not step.values["calibrate"]:
             return 0
-        network, _ = read_router(step.path)
+        network, router = read_router(step.path)
         side = network.config.sample_size
         x = torch.zeros(1, network.config.in_channels, side, side)
-        return NOISED * forward_flop(network, x, torch.ones(1))
+        noised: int = router.calibration["noised_images"]
+        return noised * forward_flop(network, x, torch.ones(1))
     record = read_expert_record(step.path)
     # One that was trained in was not fitted afterwards.
     if record.training_calibration or not (step.path / CALIBRATION).is_file():

@@ -18,6 +18,7 @@ that the user names. Settings are chosen on ``seeds`` and validation images; the
 ``confirmation_seeds`` and held-out images.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import read_yaml
-from hddm.utils.records import Record, Seed, parse_record
+from hddm.utils.records import Record, Seed, SparseRecord, parse_record
 
 _OF_SEED = re.compile(r"seed_\d+")
 _PRESETS = Path(__file__).with_name("presets")
@@ -154,12 +155,29 @@ class Table(Record):
         return math.prod(sizes) if self.product else sum(sizes) + 1
 
 
-class Compare(Record):
+def _as_parameters(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Options by one spelling; ``guidance-scale`` is ``guidance_scale``."""
+    return tuple(name.replace("-", "_") for name in names)
+
+
+class Compare(SparseRecord):
     """Rows to compare; the distance to images that were not trained on decides."""
+
+    sparse = ("varies",)
 
     candidates: Names = ()
     """By name; all that are no baseline, if empty."""
     baselines: Names = ()
+    varies: Annotated[Names, AfterValidator(_as_parameters)] = ()
+    """Options of ``hddm sample`` that differ on purpose, as in ``hddm compare``."""
+
+    def has(self, candidate: str, baseline: str) -> bool:
+        """True if the row ``candidate`` is to be compared with ``baseline``."""
+        if candidate == baseline or baseline not in self.baselines:
+            return False
+        if self.candidates:
+            return candidate in self.candidates
+        return candidate not in self.baselines
 
 
 class BenchmarkFile(Record):
@@ -188,7 +206,7 @@ class BenchmarkFile(Record):
     budgets: dict[str, Names] = Field(default_factory=dict)
     """Rows whose training compute is to be equal."""
     not_counted: Names = ()
-    """Steps that were there before, whose compute counts for no row."""
+    """Steps that were there before, whose compute counts for no row but their own."""
     same: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Pairs of sampled folders, of which the report says how many images are equal, pixel for pixel."""
     split: DecidingSplit | None = None
@@ -247,6 +265,7 @@ class BenchmarkFile(Record):
             if name not in in_tables:
                 text = "is in no table, so it is never measured; name it in one, or nowhere"
                 raise ValueError(f"row {name!r} of `compare` or `budgets` {text}")
+        self._refuse_never_compared()
         _refuse_unknown([*self.not_counted, *self.about], self.steps, "step")
         if getattr(self.evaluate, self.scored_on) is None:
             raise ValueError(
@@ -258,6 +277,20 @@ class BenchmarkFile(Record):
                 f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one"
             )
         return self
+
+    def _refuse_never_compared(self) -> None:
+        """Refuse candidates and baselines that no table has together."""
+        met: set[str] = set()
+        for table in self.tables.values():
+            for one, other in itertools.permutations(table.rows or self.rows, 2):
+                if self.compare.has(one, other):
+                    met |= {one, other}
+        for kind in ("candidates", "baselines"):
+            for name in getattr(self.compare, kind):
+                if name not in met:
+                    other = "baseline" if kind == "candidates" else "candidate"
+                    text = f"has no {other} beside it in any table, so it is compared with nothing"
+                    raise ValueError(f"compare.{kind}: row {name!r} {text}; name both in one table")
 
 
 def _refuse_unknown(names: Sequence[str], known: Mapping[str, Any], what: str) -> None:

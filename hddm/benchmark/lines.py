@@ -86,9 +86,10 @@ class CommandLine(Protocol):
         """
 
     def settings(self, line: Line) -> Settings:
-        """Parse a line as its verb does; raises `HddmError` for missing parameters and values that cannot be.
+        """Parse a line as its verb does.
 
-        Nothing is run, and no folder need exist yet.
+        Nothing is run, and no folder need exist yet. Raises `HddmError` for missing parameters, and for
+        values that cannot be, alone or together.
         """
 
 

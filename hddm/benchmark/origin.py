@@ -1,19 +1,20 @@
 """Where a model comes from: the steps that made it, and what they cost.
 
-A model of several experts comes from the trainings of all of them, and one of these experts, taken out of its
-folder, from its own training alone.
+A model of several experts comes from the trainings of all of them, without those that were removed, and one
+of these experts, taken out of its folder, from its own training alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hddm.benchmark.costs import calibration_flop, cost_path, is_uncounted, trained_size
+from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, trained_size
 from hddm.benchmark.results import ModelResult
 from hddm.benchmark.steps import Step
-from hddm.utils.files import sha256_of
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
+from hddm.experts.ensemble_folders import read_ensemble_record
+from hddm.networks.folders import sha256_once
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,17 @@ class Origin:
 
     @classmethod
     def of(cls, model: Step) -> "Origin":
-        """The origin of what a finished step wrote, or of a path within it."""
+        """The origin of what a step writes, or of a path within it, which `is_decided`."""
         needed = {model.identity}
         is_whole = True
         # From the last on, since a step comes after all that it reads.
         for step in reversed(model.upstream):
             if step.identity not in needed:
                 continue
-            for name, read in step.inputs.items():
-                for path in step.paths_within(name):
-                    maker = _maker(read, path)
-                    is_whole = is_whole and maker is not None
-                    needed.add((maker or read).identity)
+            for read, part in _read_by(step):
+                maker = _maker(read, part)
+                is_whole = is_whole and maker is not None
+                needed.add((maker or read).identity)
         # Steps of several names ran once.
         steps: dict[str, Step] = {}
         for step in model.upstream:
@@ -48,65 +48,130 @@ class Origin:
         return cls(tuple(steps.values()), is_whole)
 
 
+def is_decided(model: Step) -> bool:
+    """True if all ensembles are there of which a model takes a part."""
+    for step in model.upstream:
+        for name, read in step.inputs.items():
+            if read.verb != "assemble":
+                continue
+            takes_part = step.verb == "assemble" or step.paths_within(name) != [read.path]
+            if takes_part and not (read.is_done and (step.is_done or step.verb != "assemble")):
+                return False
+    return True
+
+
+def _read_by(step: Step) -> Iterator[tuple[Step, Path]]:
+    """The paths that a step depends on, each with the step in whose folder it is."""
+    for name, read in step.inputs.items():
+        for path in step.paths_within(name):
+            if step.verb == "assemble" and (path / ENSEMBLE_FILE).is_file():
+                # Experts and the router may have been left out.
+                for part in _parts_left(path, step.path):
+                    yield read, part
+            else:
+                yield read, path
+
+
+def _parts_left(ensemble: Path, changed: Path) -> Iterator[Path]:
+    """Experts and router of an ensemble that are also in the one that it was changed into."""
+    left = [_weights(part) for part in _networks(changed)]
+    for part in _networks(ensemble):
+        if _weights(part) in left:
+            yield part
+
+
+def _networks(ensemble: Path) -> Iterator[Path]:
+    """Folders of an ensemble's experts, and of its learned router."""
+    record = read_ensemble_record(ensemble)
+    for member in record.experts:
+        yield ensemble / member.folder
+    if record.learned is not None:
+        yield ensemble / record.learned
+
+
 def _maker(step: Step, path: Path) -> Step | None:
-    """The step that made what lies at ``path`` in the folder of ``step``; None for an expert of others."""
-    is_part = path != step.path and (step.path / ENSEMBLE_FILE).is_file()
-    if not is_part or not (path / EXPERT_FILE).is_file():
+    """The step that made what lies at ``path`` in the folder of ``step``; None for a network of others."""
+    if not _is_network(path) or not (step.path / ENSEMBLE_FILE).is_file():
         return step
     weights = _weights(path)
     found = None
     for one in step.upstream:
-        if one is not step and (one.path / EXPERT_FILE).is_file() and _weights(one.path) == weights:
+        if one is not step and _is_network(one.path) and _weights(one.path) == weights:
             found = one
     return found
 
 
-def _weights(expert: Path) -> dict[str, str]:
-    """SHA-256 of an expert's weights and of its calibration, by file."""
-    return {path.name: sha256_of(path) for path in sorted(expert.glob("*.safetensors"))}
+def _is_network(folder: Path) -> bool:
+    """True for the folder of an expert or of a router."""
+    return (folder / EXPERT_FILE).is_file() or (folder / ROUTER_FILE).is_file()
 
 
-def trained(
-    model: Step, seed: int, not_counted: list[Step], records: Mapping[str, Mapping[str, Any]]
+def _weights(network: Path) -> dict[str, str]:
+    """SHA-256 of the weights of an expert, with its calibration, or of a router, by file."""
+    return {path.name: sha256_once(path) for path in sorted(network.glob("*.safetensors"))}
+
+
+class _Cost(NamedTuple):
+    """Counted operations of a step."""
+
+    whole: int
+    calibration: int
+    """The part of them that calibration took."""
+
+
+def _cost_of(step: Step) -> _Cost:
+    """What a finished step took, by the equation of `hddm.benchmark.costs`."""
+    if step.verb == "sample":
+        return _Cost(step.values["num_images"] * step.work.record(cost_path(step))["image"], 0)
+    fitting = calibration_flop(step)
+    if not step.kind.is_training:
+        return _Cost(fitting, fitting)
+    cost = step.work.record(cost_path(step))
+    num_steps, batch_size = trained_size(step)
+    flop = num_steps * (batch_size * cost["image"] + cost["update"])
+    if cost["trajectory"]:
+        flop += step.values["trajectories"] * cost["trajectory"]
+    return _Cost(flop + fitting, fitting)
+
+
+def model_cost(
+    model: Step, seed: int, not_counted: Sequence[Step], records: Mapping[str, Mapping[str, Any]]
 ) -> ModelResult:
-    """What the training of a model took, without the steps ``not_counted`` and all before them."""
+    """What a model took, without the steps ``not_counted`` and all before them.
+
+    One of these costs all that it took itself. Samples count where a training learns from them.
+    """
     before: set[str] = set()
     for earlier in not_counted:
-        if earlier.identity != model.identity:
-            before |= {one.identity for one in earlier.upstream}
+        before |= {one.identity for one in earlier.upstream}
+    if model.identity in before:
+        before.clear()
     origin = Origin.of(model)
     own = [one for one in origin.steps if one.identity not in before]
-    parts = [one for one in own if one.kind.is_training or one.verb == "calibrate"]
-    steps = []
-    batch_sizes = []
-    calibration = router = training = 0
-    for one in parts:
-        num_steps, batch_size = trained_size(one)
-        steps.append(num_steps)
-        batch_sizes.append(batch_size)
-        fitting = calibration_flop(one)
-        flop = fitting
-        if num_steps:
-            cost = one.work.record(cost_path(one))
-            flop += num_steps * (batch_size * cost["image"] + cost["update"])
-            if cost["trajectory"]:
-                flop += one.values["trajectories"] * cost["trajectory"]
-        calibration += fitting
-        training += flop
+    parts = [one for one in own if _has_cost(one)]
+    costs = [_cost_of(one) for one in parts]
+    router = 0
+    for one, cost in zip(parts, costs, strict=True):
         if one.verb == "train router":
-            router += flop
-    is_unknown = any(is_uncounted(one) or one.reads_a_finished_model for one in own)
-    is_known = bool(parts) and origin.is_whole and not is_unknown
+            router += cost.whole
+    is_unknown = any(has_unknown_cost(one) or one.reads_a_finished_model for one in own)
+    is_known = any(map(_has_cost, origin.steps)) and origin.is_whole and not is_unknown
+    sizes = [trained_size(one) for one in parts]
     return ModelResult(
         model=model.name,
         seed=seed,
         hash=model.identity,
         folder=model.label,
         parts=tuple(one.name for one in parts),
-        steps=tuple(steps),
-        batch_sizes=tuple(batch_sizes),
-        calibration_flop=calibration if is_known else None,
+        steps=tuple(num_steps for num_steps, _ in sizes),
+        batch_sizes=tuple(batch_size for _, batch_size in sizes),
+        calibration_flop=sum(cost.calibration for cost in costs) if is_known else None,
         router_flop=router if is_known else None,
-        training_flop=training if is_known else None,
+        training_flop=sum(cost.whole for cost in costs) if is_known else None,
         seconds=round(sum(records[one.identity]["seconds"] for one in parts), 1),
     )
+
+
+def _has_cost(step: Step) -> bool:
+    """True for steps of which operations count: trainings, calibrations, and samples to learn from."""
+    return step.is_counted or step.verb == "calibrate"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from hddm.benchmark.origin import Origin, is_decided
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
 from hddm.data.shard_records import named_shards
@@ -21,13 +22,17 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     """
     if not _are_done(plan.real):
         return
-    trained: dict[Path, None] = {}
-    for step in _learning(plan):
-        if _are_done(step):
-            trained |= dict.fromkeys(_training_shards(step))
+    learning = [step for step in _learning(plan) if _are_done(step)]
+    shards: dict[Path, None] = {}
+    # By content, since a folder of the user may hold other images in the next start.
+    learned: dict[Path, str] = {}
+    for step in learning:
+        for path, found in _training_shards(step):
+            learned[path] = hash_of(step.identified(path))
+            shards |= dict.fromkeys(found)
     others = [step for name, step in plan.splits.items() if name != plan.file.scored_on]
     done = [step for step in others if _are_done(step)]
-    content = [plan.real.identity, *(step.identity for step in done), *sorted(map(str, trained))]
+    content = [plan.real.identity, *(step.identity for step in done), *sorted(learned.values())]
     part = plan.work.path("splits", hash_of(content))
     if plan.work.has(part):
         return
@@ -38,9 +43,11 @@ def refuse_shared_images(plan: SeedPlan) -> None:
                 images[name] = _images(step)
             # As many as the two evaluations accept.
             read_data(images, sum(step.values["max_bad"] for step in plan.splits.values()))
-        refuse_trained(plan.file.scored_on, _images(plan.real), trained)
+        refuse_trained(plan.file.scored_on, _images(plan.real), shards)
         for step in (plan.real, *done):
             step.refuse_changed()
+        for path in learned:
+            plan.contents.refuse_changed(path)
     plan.work.finish(part, {})
 
 
@@ -55,17 +62,22 @@ def _images(step: Step) -> Path:
 
 
 def _learning(plan: SeedPlan) -> Iterator[Step]:
-    """Steps that learn from images, and that a row depends on."""
+    """Steps that learn from images, and that a row comes from."""
+    models = {row.model.identity: row.model for row in plan.rows}
     seen: set[str] = set()
-    for row in plan.rows:
-        for step in row.model.upstream:
+    for model in models.values():
+        if not is_decided(model):
+            continue
+        for step in Origin.of(model).steps:
             if step.kind.learns and step.identity not in seen:
                 seen.add(step.identity)
                 yield step
 
 
-def _training_shards(step: Step) -> Iterator[Path]:
-    """Shards that a step learns from."""
+def _training_shards(step: Step) -> Iterator[tuple[Path, list[Path]]]:
+    """Paths of the images that a step learns from, as it names them, each with its shards."""
     for name, path in step.paths:
         if name not in _MEASURED:
-            yield from named_shards(step.placed_path(path), are_held_out=False)
+            found = named_shards(step.placed_path(path), are_held_out=False)
+            if found:
+                yield path, found

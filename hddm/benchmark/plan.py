@@ -10,19 +10,16 @@ from typing import Any, get_args
 
 from hddm.benchmark.file import RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
+from hddm.benchmark.models import Models
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
+from hddm.data.shard_records import HELD_OUT
 from hddm.evaluation.features import find_inception
-from hddm.experts.ensemble_folders import read_ensemble_record
-from hddm.experts.expert import experts_in
-from hddm.experts.parts import domains_of
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm.utils.work import Work
 
-EXPERTS = "experts"
-"""Folder of the experts in an ensemble's folder."""
 _REAL = "real"
+_SHARD = re.compile(r"shard_(\d+)")
 _LONGEST = 80
 """Letters of a row's name in a path."""
 
@@ -38,6 +35,8 @@ class PlannedRow:
     varied: Mapping[str, str]
     """Options of the table that it differs by."""
     model: Step
+    is_alone: bool
+    """The model is one network, or several between which nothing has to choose."""
     samples: Step
     scores: Step
 
@@ -58,6 +57,7 @@ class SeedPlan:
 
     def __post_init__(self) -> None:
         self.steps: dict[str, Step] = {}
+        self.models = Models()
         self._places: dict[str, Line] = {}
         self._defaults: dict[str, Line] = {}
         for verb, text in self.file.defaults.items():
@@ -69,6 +69,7 @@ class SeedPlan:
             with errors_as(HddmError, f"step {name!r}"):
                 line = self.lines.read(split(self._with_values(text)))
                 self.steps[name] = self._step(name, self._with_defaults(line))
+                self.models.add(self.steps[name])
 
     @property
     def real(self) -> Step:
@@ -132,6 +133,12 @@ class SeedPlan:
         for step in self.all:
             with errors_as(HddmError, f"step {step.name!r}"):
                 step.refuse_missing()
+        for name in self.file.compare.varies:
+            known = self.rows[0].samples.values
+            if name not in known:
+                raise HddmError(
+                    f"compare.varies: {name!r} is no option of hddm sample{did_you_mean(name, known)}"
+                )
         for title, names in self.file.same.items():
             with errors_as(HddmError, f"same {title!r}"):
                 for name in names:
@@ -165,7 +172,7 @@ class SeedPlan:
             raise HddmError("names no model; write $NAME of a step, or a folder")
         (source,) = own.given["source"]
         model = self._model(source)
-        is_alone = _is_alone(model)
+        is_alone = self._is_alone(own)
         varied = {}
         texts = []
         for key, value in change.items():
@@ -182,13 +189,15 @@ class SeedPlan:
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
         line = self._with_defaults(changed.or_else(options).or_else(own))
         samples = self._step("samples/", line)
+        if samples.values["output_type"] == "latent":
+            raise HddmError("`output_type` latent: only pictures are scored; leave it out")
         place = self._place(name if is_plain else f"{title} {name}", line)
         samples = replace(samples, name=f"samples/{place}")
         by = f"${_REAL}.safetensors" if self._features == "classifier" else self._features
         known = {"samples": samples, _REAL: self.real}
         evaluation = self._evaluation(["$samples", "--features", by], self.file.scored_on)
         scores = self._step(f"scores/{place}", evaluation, known)
-        return PlannedRow(title, name, row, varied, model, samples, scores)
+        return PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
 
     def _place(self, name: str, line: Line) -> str:
         """Part of a path for a row, which no other samples of the plan have."""
@@ -258,6 +267,12 @@ class SeedPlan:
         settings = self.lines.settings(line.placed({"data": str(self.data)}))
         seed = self.seed if is_seeded else None
         step = Step(name, line, settings, inputs, seed, self.work, self.data, self.contents)
+        for _, path in step.paths:
+            _refuse_missing_shard(step, path)
+        if step.verb == "sample":
+            sampled = self.models.at(step, step.values["source"])
+            if sampled is not None:
+                sampled.check(step.values["strategy"], step.values["expert"])
         # Computed here, where those of its inputs are known: a chain may be long.
         _ = step.depth, step.upstream
         return step
@@ -271,9 +286,7 @@ class SeedPlan:
 
         Raises `HddmError` for samples of a network alone with options of routing.
         """
-        is_alone = line.verb == "sample" and "source" in line.given
-        if is_alone:
-            is_alone = _is_alone(self._model(*line.given["source"]))
+        is_alone = self._is_alone(line)
         for name in sorted(ROUTING):
             if is_alone and name in line.given:
                 shown = " ".join(line.given[name])
@@ -287,6 +300,13 @@ class SeedPlan:
         if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
             line = line.or_else(seed.without(self._in_config(line)))
         return line
+
+    def _is_alone(self, line: Line) -> bool:
+        """True for samples of a network alone, and of experts between which nothing has to choose."""
+        if line.verb != "sample" or "source" not in line.given:
+            return False
+        model = self.models.of(self._model(*line.given["source"]))
+        return model is not None and model.is_alone
 
     def _in_config(self, line: Line) -> Mapping[str, Any]:
         """What a line's file of settings says, by parameter; nothing if it names none."""
@@ -304,38 +324,37 @@ class SeedPlan:
         return read_yaml(path)
 
 
-def _is_alone(model: Step) -> bool:
-    """True for a network alone, and for experts between which nothing has to choose."""
-    if model.verb == "assemble":
-        return _is_of_one_domain(model)
-    if model.verb or model.inputs:
-        # Below a step's folder, only those in experts/ are known to be one before the step has run.
-        return model.kind.is_alone or Path(model.name).parent.name == EXPERTS
-    folder = Path(model.name)
-    if (folder / ENSEMBLE_FILE).is_file():
-        return len(set(domains_of(experts_in(folder, read_ensemble_record(folder))))) == 1
-    return (folder / EXPERT_FILE).is_file()
-
-
-def _is_of_one_domain(ensemble: Step) -> bool:
-    """True for one expert, and for experts of one shard that divide the noise levels among them."""
-    words = ensemble.line.given.get("experts", ())
-    if len(words) == 1:
-        return True
-    shards = set()
-    for word in words:
-        names = names_in(word)
-        step = ensemble.inputs.get(names[0]) if names and word == f"${names[0]}" else None
-        if step is None or step.verb != "train expert" or "noise_range" not in step.line.given:
-            return False
-        shards.add(step.values["shard"])
-    return len(shards) == 1
-
-
 def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:
     """Refuse a path that begins in the folder of a step and leaves it, which would go unnoticed."""
     if ".." in Path(word).parts and any(name in inputs for name in names_in(word)):
         raise HddmError(f"{word}: leads out of the step's folder; name what is in it")
+
+
+def _refuse_missing_shard(step: Step, path: Path) -> None:
+    """Refuse a path to a shard, or to held-out images, that the partition in its place will not have."""
+    names = [name for name in names_in(path.parts[0]) if name in step.inputs] if path.parts else []
+    if not names or len(path.parts) == 1:
+        return
+    source, part = step.inputs[names[0]], path.parts[1]
+    match = _SHARD.fullmatch(part)
+    number = _num_shards(source)
+    if match is not None and number is not None and int(match[1]) >= number:
+        raise HddmError(f"{path}: no such shard; ${source.name} has {number}, from shard_0")
+    if part == HELD_OUT and source.verb == "partition" and not source.values["held_out"]:
+        raise HddmError(
+            f"{path}: ${source.name} holds no images out; hddm partition --held-out does"
+        )
+
+
+def _num_shards(step: Step) -> int | None:
+    """The number of shards that a step writes; None for one that writes anything else."""
+    if step.verb == "partition":
+        return step.values["shards"] or len(step.values["classes"])
+    if step.verb == "encode":
+        for name, source in step.inputs.items():
+            if str(step.values["source"]) == f"${name}":
+                return _num_shards(source)
+    return None
 
 
 def slug(name: str) -> str:

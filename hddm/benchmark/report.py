@@ -233,7 +233,9 @@ def _figures(results: Results, figures: Iterable[tuple[str, str]]) -> list[Colum
 
 
 def _flop(value: float | None) -> Cell:
-    return Cell("not known") if value is None else Cell(f"{value:.2e}".replace("e+", "e"), value)
+    if value is None:
+        return Cell("not known")
+    return Cell(f"{value:.2e}".replace("e+", "e") if value else "0", value)
 
 
 def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:

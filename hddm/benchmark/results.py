@@ -17,16 +17,25 @@ from pydantic import Field
 
 from hddm.benchmark.file import ROUTING, BenchmarkFile, DecidingSplit
 from hddm.evaluation.compare import SPLITS, Contrast, Figure, GapVerdict, figure_at, verdicts
-from hddm.evaluation.results import Evaluation, Result, ResultGroup, read_groups
+from hddm.evaluation.results import (
+    Evaluation,
+    Result,
+    ResultGroup,
+    read_groups,
+    sampling_fields,
+)
 from hddm.evaluation.scores import LEARNED
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record
 
-FORMAT = "5.0"
+FORMAT = "5.1"
 LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
 PERCENT_UNEQUAL = 2.0
+_OF_MODEL = frozenset({"expert", "model_shift", "weights", "vae", "device", "metadata"})
+"""Fields of the sampling record that say which model was sampled, or that change nothing in an image."""
+_NOT_SET = "none"
 _LACKING = {
     "recognised": "a classifier recognises too few of its samples",
     "precision": "too few of its samples look like real images",
@@ -57,10 +66,12 @@ class ScoredRow(Record):
     """Experts that ran for an image and call, on average."""
     sampling_flop: int
     """Counted operations per image."""
+    is_alone: bool = False
+    """No strategy chose among its experts, since there is one, or one for each noise level."""
 
 
 class ModelResult(Record):
-    """The training of one model of one seed, in counted operations; None where unknown."""
+    """What one model of one seed took, in counted operations; None where unknown."""
 
     model: str
     seed: int
@@ -123,7 +134,8 @@ class Row:
     """One row of a table over all training seeds."""
 
     scored: tuple[ScoredRow, ...]
-    trained: tuple[ModelResult, ...]
+    models: tuple[ModelResult, ...]
+    """Its models, one of each seed."""
 
     @property
     def one(self) -> ScoredRow:
@@ -182,9 +194,15 @@ class Row:
 
     @property
     def training_flop(self) -> float | None:
-        """Operations per seed, router included; None where unknown."""
-        known = [one.training_flop for one in self.trained if one.training_flop is not None]
-        return statistics.fmean(known) if known else None
+        """Operations per seed, router included; None where that of a seed is unknown."""
+        each = [one.training_flop for one in self.models]
+        known = [one for one in each if one is not None]
+        return statistics.fmean(known) if known and len(known) == len(each) else None
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a network that is sampled alone, to which no option of `ROUTING` applies."""
+        return self.one.is_alone or self.setting("expert") is not None
 
     def setting(self, name: str) -> Any:
         """A setting that all its images were sampled with, as recorded beside them."""
@@ -194,7 +212,7 @@ class Row:
 class Results(Record):
     """``results.json``."""
 
-    oldest: ClassVar[str | None] = FORMAT
+    oldest: ClassVar[str | None] = "5.0"
     remedy: ClassVar[str] = "repeat the benchmark"
 
     format: str = FORMAT
@@ -238,8 +256,8 @@ class Results(Record):
             found[table] = []
             for each in rows.values():
                 keys = {(one.model_hash, one.seed) for one in each}
-                trained = [model for model in self.models if (model.hash, model.seed) in keys]
-                found[table].append(Row(tuple(each), tuple(trained)))
+                models = [model for model in self.models if (model.hash, model.seed) in keys]
+                found[table].append(Row(tuple(each), tuple(models)))
         return found
 
     @property
@@ -324,14 +342,13 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
         pairs: list[tuple[Literal["model", "setting"], Row, Row]] = []
         for row in rows:
             of = row.one.of
-            if of not in chosen.baselines and (not chosen.candidates or of in chosen.candidates):
-                for other in rows:
-                    if other.one.of in chosen.baselines and _are_alike(row, other, rows):
-                        pairs.append(("model", row, other))
+            for other in rows:
+                if chosen.has(of, other.one.of) and _are_alike(row, other):
+                    pairs.append(("model", row, other))
             first = next(one for one in rows if one.one.of == of)
             if first is not row:
                 pairs.append(("setting", row, first))
-        judged = verdicts([_contrast(results, ours, base) for _, ours, base in pairs])
+        judged = verdicts([_contrast(results, *pair) for pair in pairs])
         for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
             a = results.decisive(ours).values
             b = results.decisive(base).values
@@ -346,22 +363,45 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
             )
 
 
-def _are_alike(ours: Row, base: Row, rows: Sequence[Row]) -> bool:
-    """True if a table varies two of its ``rows`` in one way, except in what a network alone does not have."""
+def _are_alike(ours: Row, base: Row) -> bool:
+    """True if a table varies two rows in one way, except in what a network alone does not have."""
     differing = {name for name, _ in ours.one.varied.items() ^ base.one.varied.items()}
-    if not ROUTING.issuperset(differing):
-        return False
-    if not differing:
-        return True
-    for row in (ours, base):
-        same = [one for one in rows if one.one.of == row.one.of]
-        if all(ROUTING.isdisjoint(one.one.varied) for one in same):
-            return True
-    return False
+    if ours.is_alone or base.is_alone:
+        differing -= ROUTING
+    return not differing
 
 
-def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
+def _sampled_differently(ours: Row, base: Row, varies: Sequence[str]) -> str | None:
+    """The settings that two models were sampled with, where they differ; None where they do not."""
+    free = {*varies, *_OF_MODEL}
+    if ours.is_alone or base.is_alone:
+        free |= ROUTING
+    found: dict[str, str] = {}
+    for one, other in zip(ours.scored, base.scored, strict=True):
+        settings, others = _sampled_with(one), _sampled_with(other)
+        for name in {**settings, **others}:
+            if name not in free and settings.get(name) != others.get(name):
+                values = f"{settings.get(name, _NOT_SET)} against {others.get(name, _NOT_SET)}"
+                found.setdefault(name, f"{name} {values}")
+    if not found:
+        return None
+    return (
+        f"not sampled alike: {', '.join(found.values())}; compare.varies frees what is on purpose"
+    )
+
+
+def _sampled_with(row: ScoredRow) -> dict[str, str]:
+    """Settings of a row's samples; a shift that is the model's own is none."""
+    fields = sampling_fields(row.evaluation)
+    if fields.get("shift") == fields.get("model_shift"):
+        fields.pop("shift", None)
+    return fields
+
+
+def _contrast(results: Results, kind: str, ours: Row, base: Row) -> Contrast:
     why = _why_not_judged(ours, base)
+    if why is None and kind == "model":
+        why = _sampled_differently(ours, base, results.settings.compare.varies)
     return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
 
 

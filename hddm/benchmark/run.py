@@ -25,7 +25,7 @@ from typing import Any
 from hddm.benchmark.costs import TrainingCost, cost_path, count_sampling, count_training
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.lines import CommandLine, RunCommand
-from hddm.benchmark.origin import trained
+from hddm.benchmark.origin import model_cost
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import PlannedRow, SeedPlan
 from hddm.benchmark.report import tables_text, write_report
@@ -133,6 +133,9 @@ def _run(
         by_identity |= {step.identity: step for step in plan.all}
     steps = list(by_identity.values())
     _forget_damaged(steps)
+    for plan in plans:
+        # Of images that are on the disk already.
+        refuse_shared_images(plan)
     left = _left(steps)
     planned = sum(map(_with_counting, steps))
     missing = sum(map(_with_counting, left))
@@ -374,7 +377,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         for row in plan.rows:
             key = row.model.identity, plan.seed
             if key not in models:
-                models[key] = trained(row.model, plan.seed, not_counted, records)
+                models[key] = model_cost(row.model, plan.seed, not_counted, records)
     scored = []
     for table in file.tables:
         for plan in plans:
@@ -432,6 +435,7 @@ def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
         evaluation=evaluation.model_copy(update={"training_tflop": tflop}),
         experts_a_step=use.get("experts_a_sample", 1.0),
         sampling_flop=row.samples.work.record(cost_path(row.samples))["image"],
+        is_alone=row.is_alone,
     )
 
 
@@ -439,9 +443,9 @@ def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> Same
     """Count the images that two sampled folders have in common, and those of equal pixels."""
     first, second = names
     images = equal = 0
-    for plan in plans:
-        one = plan.find(first).path
-        other = plan.find(second).path
+    # Folders of no seed are the same in all plans.
+    pairs = dict.fromkeys((plan.find(first).path, plan.find(second).path) for plan in plans)
+    for one, other in pairs:
         for path in one.glob("*.png"):
             twin = other / path.name
             if twin.is_file():

@@ -31,13 +31,11 @@ class StepKind(NamedTuple):
     """It gets ``--seed``."""
     continues: tuple[str, ...] = ()
     """Options with which it goes on after it was killed, whatever `_FREE` parameters it had before."""
-    is_alone: bool = False
-    """It writes one network, which has no strategy and no router."""
     is_training: bool = False
     """Its operations are counted."""
     learns: bool = False
     """It learns from the images that it reads."""
-    is_uncounted: bool = False
+    is_of_unknown_cost: bool = False
     """The cost of what it trains, or of the model that it reads, is not known."""
     units: int = 1_000
     """Progress of a step, about its milliseconds on one core."""
@@ -47,18 +45,17 @@ class StepKind(NamedTuple):
 
 _TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"), learns=True)
 STEP_KINDS = {
-    "train expert": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
+    "train expert": _TRAINING._replace(is_training=True, units_an_image=3.0),
     "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
-    "train all": _TRAINING._replace(is_uncounted=True),
-    "distill": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
-    "convert": StepKind(is_alone=True, is_uncounted=True),
-    "calibrate": StepKind(is_alone=True, learns=True, units=10_000),
-    "merge": StepKind(is_alone=True),
+    "train all": _TRAINING._replace(is_of_unknown_cost=True),
+    "distill": _TRAINING._replace(is_training=True, units_an_image=3.0),
+    "convert": StepKind(is_of_unknown_cost=True),
+    "calibrate": StepKind(learns=True, units=10_000),
     # Images of another device are not continued but replaced.
     "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
-    "data old-model": StepKind(is_uncounted=True, units=30_000),
+    "data old-model": StepKind(is_of_unknown_cost=True, units=30_000),
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(
@@ -289,15 +286,16 @@ class Step:
         seen = {}
         for name, value in self.values.items():
             if name not in _FREE:
-                seen[name] = self._identified(value)
+                seen[name] = self.identified(value)
         return hash_of([NUMERICS, self.verb, seen])
 
-    def _identified(self, value: Any) -> Any:
+    def identified(self, value: Any) -> Any:
+        """A value with the identity of a step for its folder, and the content of a file for its path."""
         if isinstance(value, Mapping):
-            pairs = [[self._identified(key), self._identified(one)] for key, one in value.items()]
+            pairs = [[self.identified(key), self.identified(one)] for key, one in value.items()]
             return sorted(pairs, key=repr)
         if isinstance(value, list | tuple):
-            return [self._identified(one) for one in value]
+            return [self.identified(one) for one in value]
         if not isinstance(value, str | Path):
             return value
         text = str(value)

@@ -64,7 +64,7 @@ def merge_experts(
         HddmError: before writing, with a line for each expert that differs in network, config, conventions,
             conditions or classes, or was trained in its calibration; and for NaN and Inf.
     """
-    shares = _shares(experts, weights)
+    shares = shares_of(experts, weights)
     parts = [open_expert_checkpoint(folder, Reading()) for folder in experts]
     found = Findings()
     records = [one.record for one in parts if one.record is not None]
@@ -128,7 +128,8 @@ def _has_same(part: Checkpoint, name: str, tensor: Tensor) -> bool:
     return own is not None and torch.equal(tensor, own)
 
 
-def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
+def shares_of(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
+    """The parts of experts, which sum to 1; raises `UsageError` for weights that do not."""
     given = list(weights or [1 / len(experts)] * len(experts))
     if len(given) != len(experts) or min(given) < 0 or not abs(sum(given) - 1) <= SHARE_TOLERANCE:
         stated = ",".join(f"{one:g}" for one in given)

@@ -165,16 +165,18 @@ def _digests(root: Path, role: Role) -> dict[bytes, str]:
     """Names of the images in ``root`` by the SHA-256 of their files, and of pixels that can be read."""
     found: dict[bytes, str] = {}
     folders = _shards(root, role)
+    are_latents = False
     for folder in folders:
         manifest = read_manifest(folder)
+        are_latents = are_latents or manifest.vae is not None
         prefix = _prefix(folder, root)
         for row, entry in enumerate(manifest.rows):
             # Images of encoded shards are called by their rows, as in `_read`.
             name = entry.file if manifest.encoding is None else str(row)
             found[bytes.fromhex(entry.sha256)] = prefix + name
-        if manifest.vae is not None:
-            # Of latents only the hashes of files are left.
-            return found
+    if are_latents:
+        # Of these only the hashes of files are left.
+        return found
     bad: dict[str, str] = {}
     for prefix, source in _sources(root, role):
         if not folders and not isinstance(source, Shard):

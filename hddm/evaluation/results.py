@@ -182,18 +182,24 @@ def _fields(content: Evaluation) -> dict[str, str]:
         side = getattr(data, kind)
         fields[f"{kind}.images"] = getattr(side, "images", None)
         fields[f"{kind}.hash"] = getattr(side, "hash", None)
-    fields["sampling"] = _UNKNOWN
-    if content.sampling is not None:
-        sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
-        if not sampling.get("mask"):
-            # Samples of format 1.5 have the default of what only a mask uses.
-            sampling.pop("resampling_steps", None)
-        labels = sampling.get("class_labels")
-        names = sampling.pop("class_names", None)
-        if labels and names:
-            pairs = zip(labels, names, strict=False)
-            sampling["class_labels"] = [f"{label} ({name})" for label, name in pairs]
-        fields |= {"sampling": "recorded", **sampling}
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
+    return texts | sampling_fields(content)
+
+
+def sampling_fields(content: Evaluation) -> dict[str, str]:
+    """Settings that the images were sampled with, as texts; ``sampling`` says if they were recorded."""
+    if content.sampling is None:
+        return {"sampling": json.dumps(_UNKNOWN)}
+    sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
+    if not sampling.get("mask"):
+        # Samples of format 1.5 have the default of what only a mask uses.
+        sampling.pop("resampling_steps", None)
+    labels = sampling.get("class_labels")
+    names = sampling.pop("class_names", None)
+    if labels and names:
+        pairs = zip(labels, names, strict=False)
+        sampling["class_labels"] = [f"{label} ({name})" for label, name in pairs]
+    fields = {"sampling": "recorded", **sampling}
     return {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
 
 

@@ -54,7 +54,7 @@ from hddm.fit import Findings, are_alike
 from hddm.networks.components import MODEL_INDEX
 from hddm.networks.folders import sha256_once
 from hddm.settings import AssemblySettings, keywords
-from hddm.strategies import Strategy
+from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, damage, read_record, refuse_damaged
@@ -188,17 +188,12 @@ def change(
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
     experts = experts_in(ensemble, record)
-    domains = domains_of(experts)
-    gone = {index_of(str(name), experts, "`remove`") for name in remove}
-    if not add:
-        # What is left of a domain cannot make a sample alone.
-        lost = {domains[k] for k in gone}
-        gone = {k for k, domain in enumerate(domains) if domain in lost}
-    kept = [k for k in range(len(experts)) if k not in gone]
+    kept = kept_of(experts, remove, bool(add))
+    gone = set(range(len(experts))).difference(kept)
     members = [Member(folder="", name=name_of(folder)) for folder in add]
     added = read_experts(add, members)
-    staying = _left(experts, domains, kept)
-    everyone, chosen = [*staying, *added], settings.strategy or record.strategy
+    everyone = [*left_of(experts, kept), *added]
+    chosen = settings.strategy or record.strategy
     if router is None:
         routing, notes = _kept_router(ensemble, record, everyone, chosen)
     else:
@@ -212,12 +207,27 @@ def change(
     return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
 
 
-def _left(experts: Sequence[Expert], domains: Sequence[int], kept: Sequence[int]) -> list[Expert]:
+def kept_of(experts: Sequence[Expert], remove: Sequence[str | int], is_added_to: bool) -> list[int]:
+    """Indices of the experts that stay without those to ``remove``, named as `index_of` does.
+
+    Their domains go too, unless experts are added in their place. Raises `HddmError` as `index_of`.
+    """
+    gone = {index_of(str(name), experts, "`remove`") for name in remove}
+    if not is_added_to:
+        # What is left of a domain cannot make a sample alone.
+        domains = domains_of(experts)
+        lost = {domains[k] for k in gone}
+        gone = {k for k, domain in enumerate(domains) if domain in lost}
+    return [k for k in range(len(experts)) if k not in gone]
+
+
+def left_of(experts: Sequence[Expert], kept: Sequence[int]) -> list[Expert]:
     """The experts that are left, with what was decided on them.
 
     If an expert leaves a domain, the remaining ones keep the domain's whole share, so that another can take
     its place; their ``domain`` is cleared.
     """
+    domains = domains_of(experts)
     shares = [one.member.share for one in experts]
     total = math.fsum(share or 0.0 for share in shares)
     are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
@@ -278,8 +288,8 @@ def write_ensemble(
     bases = bases_of(folders, bases_in(settings.base))
     experts = with_settings(experts, settings.share, settings.classes, settings.domain)
     Strategy.parse(strategy).check(len(set(domains_of(experts))))
-    if routing.is_absent and strategy != "draw":
-        raise HddmError(f"strategy {strategy!r} needs `router`; only 'draw' does without")
+    if routing.is_absent:
+        refuse_unrouted(strategy)
     found = Findings(trusts_components=settings.trust_components)
     components, experts = _fitting(experts, routing, settings, before, found)
     note_overlaps(experts, found)

@@ -46,6 +46,7 @@ from hddm.training.settings import (
     ExpertRecipe,
     RunOptions,
     Start,
+    refuse_without_init,
     resolve,
 )
 from hddm.training.watching import watching
@@ -226,10 +227,8 @@ def distill(
     union = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, union, shards, settings, before.get("strategy"))
     initial, origin = (None, {}) if init is None else read_init(init)
-    if initial is None and settings.sampling_steps is not None:
-        raise UsageError(
-            "`sampling_steps`: a student of few steps begins with an expert; pass `init`"
-        )
+    if initial is None:
+        refuse_without_init(settings)
     start = Start()
     if initial is not None:
         start = Start.of(initial.network, initial.record.prediction_type)

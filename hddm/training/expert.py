@@ -41,10 +41,11 @@ from hddm.training.settings import (
     Recipe,
     RunOptions,
     Start,
+    refuse_without_init,
     resolve,
 )
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError, errors_as
+from hddm.utils.errors import HddmError, errors_as
 from hddm.utils.files import sha256_of
 from hddm.utils.streams import Use, seed_of
 
@@ -138,8 +139,7 @@ def resolve_new(
     A prediction that a file of a schedule states is the default. Raises `HddmError` for settings that the
     shard does not allow.
     """
-    if settings.lora_rank is not None:
-        raise UsageError("`lora_rank` adapts an existing expert; pass `init`")
+    refuse_without_init(settings)
     stated = None
     if isinstance(schedule, Path):
         file = schedule

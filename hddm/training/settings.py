@@ -222,6 +222,28 @@ def refuse_fixed(settings: Record, schedule: Path | None = None) -> None:
         raise UsageError(f"`{fixed[0]}`: `init` fixes it; leave it out")
 
 
+def refuse_without_init(settings: Record) -> None:
+    """Refuse what begins with an expert, where there is no ``init``.
+
+    Raises:
+        UsageError: for an adapter, and for a student of few steps.
+    """
+    if getattr(settings, "lora_rank", None) is not None:
+        raise UsageError("`lora_rank` adapts an existing expert; pass `init`")
+    if getattr(settings, "sampling_steps", None) is not None:
+        raise UsageError(
+            "`sampling_steps`: a student of few steps begins with an expert; pass `init`"
+        )
+
+
+def check_init(settings: Record, init: Path | None, schedule: Path | None = None) -> None:
+    """Refuse settings that do not go with ``init``, or that need one, as the two above."""
+    if init is None:
+        refuse_without_init(settings)
+    else:
+        refuse_fixed(settings, schedule)
+
+
 _FIXED_BY_INIT = ("size", "prediction", "weighting", "rotary")
 
 

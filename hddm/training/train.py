@@ -6,7 +6,7 @@ from hddm.settings import Report, keywords, silent
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.loop import summary_of
-from hddm.training.settings import ExpertSettings, RunOptions, refuse_fixed
+from hddm.training.settings import ExpertSettings, RunOptions, check_init
 from hddm.utils.progress import TrainingProgress
 
 
@@ -44,8 +44,7 @@ def train(
         HddmError: for settings that do not fit together, the shard or ``init``, a run or an expert that is in
             the way, and steps that are not finite.
     """
-    if init is not None:
-        refuse_fixed(settings, schedule)
+    check_init(settings, init, schedule)
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)

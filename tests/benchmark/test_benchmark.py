@@ -103,9 +103,7 @@ def test_what_was_there_before_is_not_counted(miniature: Finished, tmp_path: Pat
     results = again(miniature, tmp_path / "out", file(not_counted=["ddpm-0", "router"]))
     models = {one.model: one for one in results.models}
     assert (models["mixed"].parts, models["flow"].parts) == (("flow-1",), ("flow-0", "flow-1"))
-    assert (
-        "the training of ddpm-0, router is not counted" in (tmp_path / "out/tables.md").read_text()
-    )
+    assert "What was there before: ddpm-0, router." in (tmp_path / "out/tables.md").read_text()
 
 
 def test_started_again_it_does_nothing_and_keeps_its_date(
@@ -137,9 +135,9 @@ def test_results_of_other_settings_are_not_replaced_unasked(
 
 @pytest.mark.integration
 def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_path: Path) -> None:
-    rows = {**CONTENT["rows"], "broken": "$flow --strategy top-3"}
+    rows = {**CONTENT["rows"], "broken": "$flow --guidance-rescale 0.5"}
     told = refusal(again, miniature, tmp_path / "out", file(rows=rows))
-    assert "step 'samples/broken' (hddm sample flow --strategy top-3" in told
+    assert "step 'samples/broken' (hddm sample flow --guidance-rescale 0.5" in told
     assert not (tmp_path / "out" / "results.json").exists()
     assert again(miniature, tmp_path / "out", file()).seeds == (0,)
 

@@ -225,6 +225,10 @@ _ROWS_ALONE: dict[str, Any] = {"compare": {}, "budgets": {}, "tables": {"models"
         ({"tables": {"t": {"sample": "$mixed"}}}, "only options can stand here"),
         ({"tables": {"t": {"vary": {"stpes": [1]}}}}, "--stpes: no such option"),
         ({"tables": {"t": {"vary": {"steps": ["x"]}}}}, "--steps"),
+        (
+            {"compare": {"varies": ["sovler"]}},
+            "compare.varies: 'sovler' is no option of hddm sample",
+        ),
         ({"same": {"x": ["part", "alnoe"]}}, "same 'x': $alnoe: no such step"),
         ({"same": {"x": ["part", "parts"]}}, "is no step that samples"),
         ({"evaluate": {**CONTENT["evaluate"], "options": "--features x"}}, "has a key of its own"),
@@ -454,7 +458,7 @@ def test_shares_belong_to_the_content_of_experts_of_one_name(
     for place, contents in (("here", "ab"), ("there", "ba")):
         for name, content in zip(("one", "two"), contents, strict=True):
             (tmp_path / place / name / "x").mkdir(parents=True)
-            (tmp_path / place / name / "x" / "expert.json").write_text(content)
+            (tmp_path / place / name / "x" / "config.json").write_text(content)
         monkeypatch.chdir(tmp_path / place)
         experts = "one/x two/x" if place == "here" else "two/x one/x"
         identities.append(

@@ -50,6 +50,25 @@ def test_verdicts_over_seeds_are_said_in_a_sentence_and_a_column(three: Results)
     assert f"- {sentences[0]}" in text
 
 
+def test_the_cost_of_a_row_is_known_where_that_of_all_its_seeds_is(miniature: Finished) -> None:
+    three = more_seeds(miniature.results, THREE, fixed=tuple(THREE))
+
+    def without(seeds: tuple[int, ...]) -> Results:
+        models = []
+        for one in three.models:
+            is_unknown = one.model == "flow" and one.seed in seeds
+            models.append(one.model_copy(update={"training_flop": None}) if is_unknown else one)
+        return three.model_copy(update={"models": tuple(models)})
+
+    for seeds in ((), (1,), (0, 1, 2)):
+        flop = {row.name: row.training_flop for row in without(seeds).first}
+        assert (flop[FLOW] is None) == bool(seeds)
+        assert flop[SINGLE] is not None
+    # Nor does a budget judge what is not known.
+    assert [one for one, *_ in three.unequal] == ["all"]
+    assert not list(without((1,)).unequal)
+
+
 def test_too_few_seeds_few_images_and_one_set_of_weights_have_no_verdict(
     miniature: Finished,
 ) -> None:

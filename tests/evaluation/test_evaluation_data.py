@@ -9,7 +9,7 @@ from PIL import Image
 
 from hddm.data.partition import partition
 from hddm.evaluation.evaluate import evaluate
-from hddm.evaluation.images import read_data
+from hddm.evaluation.images import read_data, refuse_trained
 from tests.artefacts import Command, copied, refusal, write_images
 from tests.component_files import write_vae
 from tests.shard_files import as_file, encode, noise, write_partition
@@ -62,6 +62,16 @@ def test_encoded_pixels_are_brought_back_and_latents_are_refused(
     )
     told = "holds latents, and figures are of pixels; name the partition"
     assert told in refusal(read_data, {"reference": latents})
+
+
+def test_images_of_any_shard_of_latents_are_known_by_their_files(tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae")
+    colour = write_partition(tmp_path / "colour")
+    latents = encode(colour, tmp_path / "latents", vae=tmp_path / "vae")
+    for shard in ("shard_0", "shard_1"):
+        fresh = colour / shard / "images"
+        told = refusal(refuse_trained, "held_out", fresh, [latents])
+        assert f"all its images are also training images of {latents}" in told
 
 
 def test_a_partition_without_held_out_images_has_none(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(
     ("names", "strategy", "message"),
     [
         (["ddpm", "flow"], "top-5", "top-5 needs 5 experts and there are 2"),
-        (["ddpm", "flow"], "full", "strategy 'full' needs `router`"),
+        (["ddpm", "flow"], "full", "strategy 'full' needs a router"),
         ([], "draw", "needs at least one"),
     ],
 )
