@@ -128,6 +128,8 @@ def sample_to_folder(
     clip_skip: int = 0,
     class_labels: str | None = None,
     conditions: PathText | None = None,
+    height: int | None = None,
+    width: int | None = None,
     init_image: PathText | None = None,
     strength: float | None = None,
     mask: PathText | None = None,

@@ -23,7 +23,9 @@ Where two noise ranges meet, the expert of higher noise runs; the range that end
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from hddm.conditions import Inputs, check_names, check_negative, check_rows
 from hddm.fit import Findings, compare
 from hddm.guidance import Guidance
 from hddm.networks.offload import in_best_order
+from hddm.networks.sample_sizes import Size
 from hddm.parts import Part as Part
 from hddm.parts import Parts
 from hddm.routers import answer_of, given_condition
@@ -74,6 +77,9 @@ class Ensemble(Parts):
         self.strategy = strategy
         self.shift = shift
 
+    is_resized = False
+    """True if its router was left out, since samples are of another size (`at_sizes`)."""
+
     def __repr__(self) -> str:
         routed = "no router" if self.router is None else "a router"
         about = f"{len(self.parts)} experts, {self.strategy}, {routed}"
@@ -101,6 +107,33 @@ class Ensemble(Parts):
         """The same ensemble under another strategy; this one keeps its own."""
         other = copy.copy(self)
         other.strategy = strategy
+        return other
+
+    def at_sizes(self, sizes: Sequence[Size], pixels: Sequence[int]) -> "Ensemble":
+        """The same ensemble for samples of other heights and widths, of each expert's latents.
+
+        A picture has as many ``pixels`` to one side of an expert's samples. A router, which sees samples of
+        its own size alone, is left out where any differs. Raises `HddmError` for sizes that the networks do
+        not take, a line for each expert.
+        """
+        found, parts = Findings(), []
+        for k, (part, size, factor) in enumerate(zip(self.parts, sizes, pixels, strict=True)):
+            with found.errors_of(f"expert {k}"):
+                parts.append(replace(part, field=part.field.at_size(size, factor)))
+        found.refuse("these experts do not make pictures of this size:")
+        if all(one.field is mine.field for one, mine in zip(parts, self.parts, strict=True)):
+            return self
+        left_out = []
+        for k, (one, mine) in enumerate(zip(parts, self.parts, strict=True)):
+            if mine.field.calibration is not None and one.field.calibration is None:
+                left_out.append(str(k))
+        if left_out:
+            warnings.warn(
+                f"a calibration is of one size alone: those of expert {', '.join(left_out)} are left out",
+                stacklevel=2,
+            )
+        other = Ensemble(parts, None, self.strategy, self.prior, shift=self.shift)
+        other.is_resized = self.router is not None
         return other
 
     def velocity(
@@ -259,7 +292,7 @@ class Ensemble(Parts):
         if self.num_domains == 1:
             return self.at(t, torch.eye(len(self.experts))[:1].expand(len(x_t), -1))
         if self.router is None:
-            refuse_unrouted(self.strategy)
+            refuse_unrouted(self.strategy, self.is_resized)
         assert self.router is not None
         probabilities = answer_of(self.router, x_t, t, len(self.experts), may_be_nan)
         if shares is not None:

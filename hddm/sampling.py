@@ -180,6 +180,9 @@ def plan(
         whole.noise_range = WHOLE
         model = Ensemble([whole], strategy="draw", shift=model.shift)
     check_expert(expert, strategy, len(model.experts))
+    if shape is not None and len(shape) == 3:
+        num = len(model.experts)
+        model = model.at_sizes([(shape[1], shape[2])] * num, [1] * num)
     is_own = alone is None and strategy == model.strategy
     chosen = None if is_own else strategy
     # A copy, so that another thread's sampling keeps its own strategy.

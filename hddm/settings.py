@@ -248,6 +248,10 @@ class SampleSettings(Computing, SamplingMethod):
     """Class names or numbers, separated by commas and cycled over the images."""
     conditions: InputPath | None = None
     """Safetensors file of conditions by name or negative_NAME, cycled over the images."""
+    height: Positive | None = None
+    """Height of the images in pixels, with `width`. Default: the experts' own."""
+    width: Positive | None = None
+    """Width of the images in pixels, with `height`. Default: the experts' own."""
     init_image: InputPath | None = None
     """Image to edit; it is cropped and resized to the output size."""
     strength: Share | None = None

@@ -123,9 +123,14 @@ def refuse_void(strategy: str, num_experts: int, num_domains: int) -> None:
         raise HddmError(f"`strategy` {strategy}: has no effect, since {reason}; drop it")
 
 
-def refuse_unrouted(strategy: str) -> None:
-    """Raise an `HddmError` for a ``strategy`` of experts without a router, unless it needs none."""
-    if strategy != "draw":
-        raise HddmError(
-            f"strategy {strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
-        )
+def refuse_unrouted(strategy: str, is_resized: bool = False) -> None:
+    """Raise an `HddmError` for a ``strategy`` of experts without a router, unless it needs none.
+
+    ``is_resized`` is true where there is one, for samples of another size.
+    """
+    if strategy == "draw":
+        return
+    why = "(hddm assemble --router moments)"
+    if is_resized:
+        why = "and this one sees samples of its own size alone"
+    raise HddmError(f"strategy {strategy!r} needs a router {why}; 'draw' does not")

@@ -30,7 +30,9 @@ schedule could express. Nothing stands in for the expert outside it: its velocit
 ensemble uses another expert of the same domain (`hddm.ensemble`).
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from hddm.condition_names import LABELS
 from hddm.conditions import Inputs, can_guide, check_names, check_negative, check_rows
 from hddm.guidance import Guidance as Guidance
 from hddm.networks.families import sample_settings
+from hddm.networks.sample_sizes import SampleSizes, Size, words_of
 from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.predictions import PathPoint, Prediction
 from hddm.predictions import PredictionType as PredictionType
@@ -97,6 +100,19 @@ def derivatives_at(
         return wide(d_alpha), wide(d_sigma)
 
     return derivatives
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """What an expert needs for samples of another size than its own.
+
+    Args:
+        sizes: those that its network takes; None for its own alone.
+        defaults: conditions that follow from the shape (C, H, W) of a sample.
+    """
+
+    sizes: SampleSizes | None
+    defaults: Callable[[tuple[int, int, int]], Mapping[str, Tensor]]
 
 
 class VelocityField:
@@ -178,6 +194,34 @@ class VelocityField:
                 f"`noise_range` {low:g}:{high:g}: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the "
                 f"schedule's own range, {self.range[0]:.4g}:{self.range[1]:.4g}"
             )
+
+    resizing: Resizing | None = None
+    """Set for experts of folders; a network of the caller's own takes what the caller states."""
+
+    def at_size(self, size: Size, pixels: int = 1) -> "VelocityField":
+        """The same expert for samples of another height and width, itself for its own.
+
+        Conditions that follow from the size are those of the new one. A calibration holds for its own size
+        alone and is left out. Raises `HddmError` for a size that the network does not take, with the nearest
+        ones that it does, in pictures of ``pixels`` to one side of a sample's.
+        """
+        own = self.sample_shape
+        if own is None or tuple(own[1:]) == size:
+            return self
+        shape = (own[0], *size)
+        other = copy.copy(self)
+        other.sample_shape, other.calibration = shape, None
+        if self.weak is not None:
+            other.weak = self.weak.at_size(size, pixels)
+        if self.resizing is None:
+            return other
+        sizes = self.resizing.sizes
+        if sizes is None:
+            alone, wanted = words_of((own[1], own[2]), pixels), words_of(size, pixels)
+            raise HddmError(f"its network takes {alone} alone, not {wanted}")
+        sizes.check(size, pixels)
+        other.null_conditions = {**self.null_conditions, **self.resizing.defaults(shape)}
+        return other
 
     def __repr__(self) -> str:
         predicts = self.prediction_type.value

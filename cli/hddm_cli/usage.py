@@ -24,7 +24,7 @@ _TOPICS = {
     "Processes": "parallel ray retries num_replicas resources",
     "Experts": "expert router_every add remove share domain classes",
     "VAE and text encoder": "vae text_encoder tokenizer text_encoder_lora",
-    "Image size": "resolution",
+    "Image size": "resolution height width",
     "Content": "prompts negative_prompt long_prompt clip_skip class_labels conditions",
     "Editing": "init_image strength mask resampling_steps edit_from",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
@@ -39,7 +39,7 @@ _WORDS = {
     "FILE": "config schedule conditions init_image mask captions classes picture results save_classifier",
     "STEPS": "warmup checkpoint_every sample_every",
     "IMAGES": "batch_size max_bad",
-    "PIXELS": "resolution",
+    "PIXELS": "resolution height width",
     "SIDE": "sample_size",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "clip_skip gradient_accumulation_steps trajectories",

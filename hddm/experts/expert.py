@@ -40,7 +40,7 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.files import link_or_copy
 from hddm.utils.records import damage, refuse_damaged
-from hddm.velocity import VelocityField
+from hddm.velocity import Resizing, VelocityField
 
 UNDECIDED = Member(folder="")
 """Nothing was decided on an expert."""
@@ -202,7 +202,7 @@ def as_field(
     record = expert.record
     nulls = null_conditions(record.null_class) | dict(expert.nulls)
     try:
-        return VelocityField(
+        field = VelocityField(
             network,
             from_config(record.schedule),
             record.prediction_type,
@@ -224,6 +224,17 @@ def as_field(
         )
     except HddmError as error:
         raise HddmError(f"{expert.name}: {error}") from error
+    field.resizing = _resizing_of(expert)
+    return field
+
+
+def _resizing_of(expert: Expert) -> Resizing | None:
+    """What the expert's family says of other sizes; None for a network of no family."""
+    family = family_of(expert.network)
+    if family is None:
+        return None
+    config, names = expert.network.config, expert.record.conditions
+    return Resizing(family.sizes(config), functools.partial(family.defaults, names))
 
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:

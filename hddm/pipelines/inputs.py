@@ -452,7 +452,7 @@ class Pictures(Offloading):
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
         record = self.experts.records[expert]
-        part, shape, size = self.vae_of(expert), record.sample_shape, self.size_of(expert)
+        part, shape, size = self.vae_of(expert), self._shape_of(expert), self.size_of(expert)
         if part is None and not record.makes_pictures and not isinstance(image, Tensor):
             raise HddmError(
                 f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents"
@@ -495,6 +495,16 @@ class Pictures(Offloading):
 
     def size_of(self, expert: int) -> tuple[int, int]:
         """Height and width in pixels of an expert's images."""
-        vae, (_, height, width) = self.vae_of(expert), self.experts.records[expert].sample_shape
-        factor = 1 if vae is None else scale_of(vae)
+        factor, (_, height, width) = self.pixels_of(expert), self._shape_of(expert)
         return factor * height, factor * width
+
+    def pixels_of(self, expert: int) -> int:
+        """Pixels of an image to one side of an expert's samples."""
+        vae = self.vae_of(expert)
+        return 1 if vae is None else scale_of(vae)
+
+    def _shape_of(self, expert: int) -> tuple[int, ...]:
+        """Shape (C, H, W) of an expert's samples."""
+        shape: tuple[int, ...] | None = self.ensemble.experts[expert].sample_shape
+        assert shape is not None
+        return shape

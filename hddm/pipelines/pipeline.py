@@ -1,5 +1,6 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
+import copy
 import functools
 import tempfile
 import warnings
@@ -108,6 +109,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         self.max_memory: int | None = None
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
+        self._resized: Ensemble | None = None
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
@@ -124,11 +126,42 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             getattr(self.router, "record", None),
             self.experts.record,
         )
+        if self._resized is not None:
+            return self._resized
         shift = shift_of(self.scheduler)
         if self._ensemble is None or not _are_same(models, self._made_of):
             self._ensemble, self._made_of = ensemble_of(self.experts, self.router), models
         self._ensemble.shift = shift
         return self._ensemble
+
+    def at_size(self, height: int | None, width: int | None) -> "HDDMPipeline":
+        """The same pipeline for pictures of this size in pixels, itself for None or the experts' own size.
+
+        Raises `HddmError` as `hddm.Ensemble.at_sizes`, and for a height without a width.
+        """
+        if height is None and width is None:
+            return self
+        if height is None or width is None:
+            missing = "width" if width is None else "height"
+            raise HddmError(f"`{missing}`: is missing; a size is both")
+        sizes, pixels = [], []
+        for k in range(len(self.ensemble.experts)):
+            factor = self.pixels_of(k)
+            for name, side in (("height", height), ("width", width)):
+                if side < 1 or side % factor:
+                    low, high = side // factor * factor, (side // factor + 1) * factor
+                    near = f"{high}" if low == 0 else f"{low} and {high}"
+                    raise HddmError(
+                        f"`{name}` {side}: the VAE makes multiples of {factor} pixels; the nearest are {near}"
+                    )
+            sizes.append((height // factor, width // factor))
+            pixels.append(factor)
+        resized = self.ensemble.at_sizes(sizes, pixels)
+        if resized is self.ensemble:
+            return self
+        other: HDDMPipeline = copy.copy(self)
+        other._resized = resized
+        return other
 
     @property
     def record(self) -> EnsembleRecord:
@@ -299,6 +332,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         prompt: str | Sequence[str] | None = None,
         class_labels: Labels | None = None,
         *,
+        height: int | None = None,
+        width: int | None = None,
         image: Images | None = None,
         strength: float | None = None,
         mask_image: Images | None = None,
@@ -331,6 +366,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         Args:
             prompt: one text or several; needs a text encoder and a tokenizer.
             class_labels: one class or several, by name or by number.
+            height: of the images in pixels, with ``width``; by default the experts' own. At another size
+                experts are not calibrated, and ``draw`` alone needs no router.
+            width: of the images in pixels, with ``height``.
             image: pictures to begin with, one for all images or one per image; see `hddm.editing`. Pillow
                 images are cropped and resized.
             strength: how much of them is new, from 0 to 1; by default 0.8, with a mask 1.
@@ -381,7 +419,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         )
         repeats, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._interrupt = False
-        how = self.plan(
+        sized = self.at_size(height, width)
+        how = sized.plan(
             Begin(image, mask_image, strength, resampling_steps, edit_from, long_prompt, clip_skip),
             expert=expert,
             steps=num_inference_steps,
@@ -389,11 +428,11 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             strategy=strategy,
             guidance=guidance,
             router_every=router_every,
-            noise=lambda: self._noise(num, expert, seed, start, generator, latents),
+            noise=lambda: sized._noise(num, expert, seed, start, generator, latents),
         )
         of_one_kind = {"edit_from": edit_from is not None, "output_type": output_type != "pil"}
-        self.check_output(expert, output_type != "latent", of_one_kind)
-        is_apart = self.is_apart(expert)
+        sized.check_output(expert, output_type != "latent", of_one_kind)
+        is_apart = sized.is_apart(expert)
         use = ExpertUse(len(self.ensemble.experts))
         images: Any = [None] * num
 
@@ -415,7 +454,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                 # Images of this kind and of the next ones stay None.
                 break
             if output_type != "latent":
-                samples = self.images_of(how, batch, samples)
+                samples = sized.images_of(how, batch, samples)
             made.append((batch, samples))
         for rows, _, found in gathered(made):
             of_kind = found

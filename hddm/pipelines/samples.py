@@ -90,6 +90,7 @@ def sample_to_folder(
     pipeline.limit_memory(settings.max_memory)
     image, mask = _opened(settings.init_image), _opened(settings.mask)
     with errors_as(UsageError):
+        pipeline = pipeline.at_size(settings.height, settings.width)
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
     pipeline.check_output(settings.expert, not is_latent, of_one_kind)

@@ -299,6 +299,12 @@ class Play:
                         inputs["expert"] = gr.Dropdown(
                             alone, label="One expert alone", visible=several
                         )
+                        with gr.Row():
+                            for side in ("width", "height"):
+                                inputs[side] = gr.Number(
+                                    None, label=f"{side.capitalize()} in pixels", precision=0,
+                                    placeholder="the model's own",
+                                )  # fmt: skip
                         guides = bool(names) or reads
                         inputs["guidance_scale"] = gr.Slider(
                             1, 15, 1, label="Guidance scale", visible=guides

@@ -152,7 +152,8 @@ class Panel:
 
     def paint(self, edit: Edit, stopped: threading.Event, show: Callable[[], object]) -> None:
         """Make the images; calls ``show`` when they change, and raises `HddmError` as ``hddm sample``."""
-        settings, pipeline = self.settings, self.pipeline
+        settings = self.settings
+        self.pipeline = pipeline = self.pipeline.at_size(settings.height, settings.width)
         how = planned(pipeline, settings, edit.get("image"), edit.get("mask_image"))
         self.steps = how.steps
         requested = read_cycles(pipeline, settings).cycled(settings.numbers)

@@ -2,6 +2,7 @@
 
 from hddm.condition_names import LABELS
 from hddm.networks.families.family import Config, Family, Pipeline, Taken, count
+from hddm.networks.sample_sizes import SampleSizes
 
 _IMAGENET_CLASSES = 1000
 IMAGENET_LICENCE = (
@@ -28,6 +29,10 @@ class Dit(Family):
     def conditions(self, config: Config) -> Taken:
         classes = count(config, "num_embeds_ada_norm")
         return Taken((LABELS,), classes, classes)
+
+    def sizes(self, config: Config) -> SampleSizes:
+        # Positions are computed for any size, and rows are taken for a square's.
+        return SampleSizes(multiple=count(config, "patch_size") or 1, is_square=True)
 
     def licence(self, arguments: Config) -> str | None:
         return licence_of_dit(arguments.get("num_embeds_ada_norm"))

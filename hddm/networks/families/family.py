@@ -17,10 +17,9 @@ from torch import Generator, Tensor
 from hddm import condition_names
 from hddm.condition_names import POOLED, TEXT
 from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
 from hddm.utils.errors import HddmError, Unstated
 
-LARGEST_SIDE = 4096
-"""Of a sample. A UNet has no tensor that would bound what its config declares."""
 IN_LATENTS = "(in latents: 128 for pictures of 1024 pixels)"
 _TOKENS = 8
 """Text tokens of example conditions."""
@@ -312,6 +311,10 @@ class Family:
         if self.has_variance_head(config):
             return torch.cat([state, torch.zeros_like(state)], dim=1)
         return state
+
+    def sizes(self, config: Config) -> SampleSizes | None:
+        """Sizes of samples that the network takes; None if that is only the one that its config states."""
+        return None
 
     def compared_size(self, config: Config, size: tuple[int, int]) -> tuple[int, int]:
         """A size of samples on which one run of the network exercises every weight; large ones take long."""

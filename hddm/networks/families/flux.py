@@ -23,6 +23,7 @@ from hddm.networks.families.family import (
     Taken,
     Tensors,
 )
+from hddm.networks.sample_sizes import SampleSizes
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
 
@@ -70,6 +71,9 @@ class Flux(Family):
 
     def has_variance_head(self, config: Config) -> bool:
         return False
+
+    def sizes(self, config: Config) -> SampleSizes:
+        return SampleSizes(multiple=2)
 
     def conditions(self, config: Config) -> Taken:
         if (patch := config.get("patch_size")) != 1:

@@ -4,8 +4,9 @@ import torch
 from torch import Generator, Tensor
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.families.family import Config, Family, Pipeline, Taken
+from hddm.networks.families.family import Config, Family, Pipeline, Taken, count
 from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.sample_sizes import SampleSizes
 
 _ALPHA = Pipeline("PixArtAlphaPipeline", has_text=True, t5_tokens=120)
 _SIGMA = Pipeline("PixArtSigmaPipeline", has_text=True, t5_tokens=300)
@@ -29,6 +30,11 @@ class PixArt(Family):
     def conditions(self, config: Config) -> Taken:
         text = (TEXT, TEXT_MASK)
         return Taken((*text, *self.nested) if _takes_sizes(config) else text)
+
+    def sizes(self, config: Config) -> SampleSizes | None:
+        # One that takes the size as a condition gets it from the caller.
+        patch = count(config, "patch_size") or 1
+        return None if _takes_sizes(config) else SampleSizes(multiple=patch)
 
     def example(
         self, name: str, config: Config, num_classes: int | None, noise: Generator

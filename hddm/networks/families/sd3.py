@@ -17,6 +17,7 @@ from hddm.networks.families.family import (
     Tensors,
     count,
 )
+from hddm.networks.sample_sizes import SampleSizes
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
 
@@ -55,6 +56,11 @@ class Sd3(Family):
         if isinstance(side, int) and side > most:
             raise HddmError(f"sample_size is {side}, and {self.name} has positions for {most}")
         return Taken((TEXT, POOLED))
+
+    def sizes(self, config: Config) -> SampleSizes:
+        # Positions of a sample are the middle of a table.
+        patch, patches = count(config, "patch_size") or 1, count(config, "pos_embed_max_size") or 1
+        return SampleSizes(multiple=patch, most=patch * patches)
 
     def foreign_layers(self, config: Config) -> Mapping[str, ForeignLayer]:
         found = {name: ForeignLayer((ours,)) for name, ours in _OUTER.items()}

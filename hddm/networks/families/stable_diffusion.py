@@ -11,6 +11,7 @@ from hddm.networks.encoders import CLIP, CLIP_PROJECTED
 from hddm.networks.families.family import Config, Pipeline, Prompts, Taken, count
 from hddm.networks.families.unet import Unet
 from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.sample_sizes import SampleSizes
 from hddm.utils.errors import HddmError
 
 _XL = Pipeline(
@@ -55,6 +56,10 @@ class StableDiffusion(Unet):
             )
         names = (TEXT, *labels.conditions, *added)
         return Taken(names, labels.num_classes)
+
+    def sizes(self, config: Config) -> SampleSizes:
+        # Unlike that without text, it brings odd sides back on the way up.
+        return SampleSizes()
 
     def example(
         self, name: str, config: Config, num_classes: int | None, noise: Generator

@@ -2,6 +2,7 @@
 
 from hddm.condition_names import LABELS
 from hddm.networks.families.family import ENOUGH, Config, Family, Pipeline, Taken, count
+from hddm.networks.sample_sizes import SampleSizes
 from hddm.utils.errors import HddmError
 
 
@@ -25,6 +26,10 @@ class Unet(Family):
             raise HddmError(f"class_embed_type {kind!r} is not supported; only num_class_embeds is")
         classes = count(config, "num_class_embeds")
         return Taken((LABELS,) if classes else (), classes)
+
+    def sizes(self, config: Config) -> SampleSizes:
+        # Each level but the last halves the size.
+        return SampleSizes(multiple=2 ** (len(config["block_out_channels"]) - 1))
 
     def compared_size(self, config: Config, size: tuple[int, int]) -> tuple[int, int]:
         # Each level halves the size.
