@@ -21,6 +21,7 @@ from hddm.networks.folders import (
 )
 from hddm.networks.identity import Scaling, UnreadVae, VaeRecord, fingerprint
 from hddm.utils.errors import HddmError, one_line
+from hddm.utils.memory import Fitting
 from hddm.utils.tensors import refuse_non_finite
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 VAE_CLASSES = of_diffusers(*READ_VAES)
 LARGEST_SCALE = 1e6
+AT_ONCE = 2**22
+"""Pixels that are decoded together: those of four pictures of 1024×1024."""
 _ENCODER = ("encoder.", "quant_conv.")
 _PER_CHANNEL = ("latents_mean", "latents_std")
 
@@ -130,11 +133,14 @@ def latents_of(vae: "Vae", images: Tensor) -> Tensor:
 
 
 def decode(vae: "Vae", latents: Tensor) -> Tensor:
-    """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32, in one batch.
+    """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32.
 
     The decoder gets z, which the latents are scaled from (`Scaling`); its output is clipped to [-1, 1]. A
     float16 VAE whose config has ``force_upcast``, such as Stable Diffusion XL's, decodes in float32, since it
-    would overflow. Raises `HddmError` for latents or images that are not finite.
+    would overflow. As many images as `AT_ONCE` pixels hold are decoded together, fewer where these do not
+    fit the memory, and one larger than that in overlapping tiles (diffusers' ``enable_tiling``).
+
+    Raises `HddmError` for latents or images that are not finite, and for one that does not fit the memory.
     """
     _refuse_images(latents, "latents", "the samples are broken before any VAE")
     scaling, given = scaling_of(vae.config), vae.dtype
@@ -144,8 +150,7 @@ def decode(vae: "Vae", latents: Tensor) -> Tensor:
             # Not diffusers' own `to`, which warns of such a cast.
             nn.Module.to(vae, torch.float32)
         z = scaling.z(latents.to(vae.device, torch.float32))
-        with torch.no_grad():
-            images: Tensor = vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
+        images = _decoded(vae, z.to(vae.dtype))
     finally:
         if upcast:
             # Lossless: these numbers come from float16.
@@ -154,6 +159,27 @@ def decode(vae: "Vae", latents: Tensor) -> Tensor:
         images, "images", f"decode in float32 instead of {str(given).removeprefix('torch.')}"
     )
     return images.clamp(-1, 1)
+
+
+def _decoded(vae: "Vae", z: Tensor) -> Tensor:
+    """Images (N, 3, H, W) of ``z``, float32, in parts."""
+    pixels = scale_of(vae) ** 2 * z.shape[-2] * z.shape[-1]
+    is_tiled = pixels > AT_ONCE and hasattr(vae, "enable_tiling")
+    was_tiled = getattr(vae, "use_tiling", False)
+
+    def part(first: int, end: int) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = vae.decode(z[first:end], return_dict=False)[0]
+        return found.float()
+
+    if is_tiled and not was_tiled:
+        vae.enable_tiling()
+    try:
+        parts = Fitting("images to decode", max(1, AT_ONCE // pixels)).run(len(z), part)
+    finally:
+        if is_tiled and not was_tiled:
+            vae.disable_tiling()
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _open(

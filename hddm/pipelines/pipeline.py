@@ -32,6 +32,7 @@ from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, repeated
 from hddm.pipelines.parts import DtypeOfParts, dtypes_of, parts_for_loader, read_parts
 from hddm.running import (
+    Batch,
     Generated,
     Generators,
     Latents,
@@ -47,6 +48,7 @@ from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, restore
 from hddm.utils.hub import local
+from hddm.utils.memory import Fitting
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -447,9 +449,16 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             )
             return (outcome or {}).get("latents", x).to(x)
 
+        fitting = Fitting("images")
         for batch in batches(how, range(start, start + num), repeats, num):
+
+            def part(first: int, end: int, batch: Batch = batch) -> Tensor:
+                whole = end - first == len(batch.rows)
+                own = batch if whole else batch.part(torch.arange(first, end))
+                return run(how, own, on_step, lambda: self._interrupt, use)
+
             with self.progress_bar(total=how.steps) as bar:
-                samples = run(how, batch, on_step, lambda: self._interrupt, use)
+                samples = torch.cat(fitting.run(len(batch.rows), part))
             if is_apart and self._interrupt:
                 # Images of this kind and of the next ones stay None.
                 break

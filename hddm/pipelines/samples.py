@@ -35,6 +35,7 @@ from hddm.sampling import batches
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
+from hddm.utils.memory import Fitting
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, model_hash
 from hddm.utils.tensors import available_device, dtype_on, read_safetensors
@@ -115,7 +116,8 @@ def sample_to_folder(
             out, SAMPLING_FILE, begun, "sampling", run.kept, overwrite, resume
         ) as draft:
             run.write(draft)
-            write_json(draft.whole / SAMPLING_FILE, record | {"expert_use": run.report()})
+            outcome = {"expert_use": run.report(), "batch_ran": run.fitting.most}
+            write_json(draft.whole / SAMPLING_FILE, record | outcome)
     if overwrite:
         # The sheet of the replaced images would be taken for a sheet of these.
         sheet.unlink(missing_ok=True)
@@ -187,6 +189,7 @@ class _Run:
         self.makers: dict[int, int] = {}
         """The expert that made each image, by number; of a pair by noise the first, and none of a mixture."""
         self.ready = 0
+        self.fitting = Fitting("images", settings.batch_size)
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to continue."""
@@ -255,12 +258,8 @@ class _Run:
 
     def _made(self, draft: Draft, name: str, batch: Batch, progress: Progress) -> list[Path]:
         """Sample a batch, write its images or latents, and return the files."""
-
-        def count(index: int, x: Tensor) -> Tensor:
-            progress(len(x))
-            return x
-
-        samples = run(self.how, batch, count, use=self.use)
+        samples, kept = self._sampled(batch, progress)
+        self.use.kept = kept
         if self.settings.output_type == "latent":
             paths = [draft.parts / f"{name}.safetensors"]
             save_file({"latents": samples.cpu().contiguous()}, paths[0])
@@ -272,6 +271,34 @@ class _Run:
                 save_png(image, path, self._texts_of(number, image, makers.get(number)))
         progress(len(batch.rows))
         return paths
+
+    def _sampled(self, batch: Batch, progress: Progress) -> tuple[Tensor, Tensor | None]:
+        """Samples of a batch, and the expert of each where each has one; in parts where memory is short."""
+
+        def make(first: int, end: int) -> tuple[Tensor, Tensor | None]:
+            whole = (first, end) == (0, len(batch.rows))
+            part = batch if whole else batch.part(torch.arange(first, end))
+            before, counted = self.use.tally.clone(), 0
+
+            def count(index: int, x: Tensor) -> Tensor:
+                nonlocal counted
+                counted += len(x)
+                progress(len(x))
+                return x
+
+            try:
+                found = run(self.how, part, count, use=self.use)
+            except (RuntimeError, MemoryError):
+                # What an attempt counted before it failed is counted again.
+                self.use.tally = before
+                progress.skip(-counted)
+                raise
+            return found, self.use.kept
+
+        made = self.fitting.run(len(batch.rows), make)
+        experts = [one for _, one in made if one is not None]
+        samples = torch.cat([found for found, _ in made])
+        return samples, torch.cat(experts) if experts else None
 
     def _texts_of(self, number: int, image: Tensor, maker: int | None) -> dict[str, str]:
         """Texts in the file of an image (C, H, W); none without metadata."""
@@ -376,7 +403,7 @@ def _record(
     }
 
 
-_FREE = {"format", "hddm", "offload", "max_memory", "expert_use", "metadata"}
+_FREE = {"format", "hddm", "offload", "max_memory", "expert_use", "batch_ran", "metadata"}
 """Keys of the record that change no pixel."""
 _HASHED = {
     "source",
