@@ -58,6 +58,7 @@ def convert(
     data_range: tuple[float, float] | str | None = None,
     text_dim: int | None = None,
     licence: str | None = None,
+    device: str = "auto",
 ) -> Path:
     """Turn a pretrained checkpoint into an expert folder, which is written whole or not at all."""
 

@@ -419,6 +419,8 @@ class Conversion(Reading):
     """Width of text tokens, to add attention to them."""
     licence: str | None = None
     """Licence of the weights. Default: as in the source."""
+    device: DeviceName = "auto"
+    """Device that the expert is compared with its source on."""
 
 
 class AssemblySettings(Described):

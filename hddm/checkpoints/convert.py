@@ -270,19 +270,32 @@ def _class_forward(source: Checkpoint) -> Forward:
 
 
 class _InFloat32(TorchFunctionMode):
-    """Casts each parameter where it is used, so that memory never holds a large network as a whole."""
+    """Casts each parameter where it is used, so that memory never holds a large network as a whole.
+
+    All tensors are brought to ``device`` where they meet: networks stay where they are mapped.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named: dict[str, Any] = {}
         for key, value in (kwargs or {}).items():
-            named[key] = _cast(value)
-        return func(*map(_cast, args), **named)
+            named[key] = self._cast(value)
+        return func(*map(self._cast, args), **named)
 
-
-def _cast(value: Any) -> Any:
-    return value.float() if isinstance(value, nn.Parameter) else value
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, list | tuple) and self._device.type != "cpu":
+            return type(value)(map(self._cast, value))
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, nn.Parameter):
+            return value.to(self._device, torch.float32)
+        # A number on the CPU meets tensors of any device.
+        return value.to(self._device) if self._device.type != "cpu" and value.ndim else value
 
 
 @dataclass(frozen=True)
@@ -328,7 +341,10 @@ def _compare(
     # Only the written network takes text that was added.
     is_text_added = plan.built.network is not plan.source.network
     found, wanted = [], []
-    with _InFloat32(), Progress(len(levels.times), "compare with the source") as progress:
+    with (
+        _InFloat32(plan.device),
+        Progress(len(levels.times), "compare with the source") as progress,
+    ):
         for rows in torch.arange(len(levels.times)).split(_rows_at_once(levels.x)):
             own: dict[str, Any] = {}
             for name, one in conditions.items():
@@ -340,9 +356,11 @@ def _compare(
             found.append(written.velocity(levels.x[rows], now, **own))
             wanted.append(source(levels.y[rows], levels.timesteps[rows], known_there))
             progress(len(rows))
-    expected = torch.cat(wanted)
-    difference = (torch.cat(outputs) - expected).double().abs().max().item()
-    return ConversionCheck(difference, _velocity_errors(plan, levels, torch.cat(found), expected))
+    expected = torch.cat(wanted).cpu()
+    difference = (torch.cat(outputs).cpu() - expected).double().abs().max().item()
+    return ConversionCheck(
+        difference, _velocity_errors(plan, levels, torch.cat(found).cpu(), expected)
+    )
 
 
 def _examples(plan: ConversionPlan) -> dict[str, Tensor]:

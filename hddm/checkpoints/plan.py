@@ -38,7 +38,7 @@ from hddm.utils.errors import HddmError, Unstated, UsageError
 from hddm.utils.hub import origin_of
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
-from hddm.utils.tensors import Planned
+from hddm.utils.tensors import Planned, available_device
 
 Decided = TypeVar("Decided")
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
@@ -63,6 +63,8 @@ class ConversionPlan:
     record: ExpertRecord
     nulls: Mapping[str, Tensor]
     extras: Mapping[str, Tensor]
+    device: torch.device
+    """Where the written network is compared with the source's."""
 
     @property
     def components(self) -> dict[str, Component]:
@@ -192,7 +194,8 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     extras.update(source.declared.kept)
     nulls = _nulls(source, interface)
     record = _record(source, conventions, interface, conversion)
-    return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
+    device = available_device(conversion.device)
+    return ConversionPlan(source, conventions, built, interface, record, nulls, extras, device)
 
 
 def _nulls(source: Checkpoint, interface: Interface) -> dict[str, Tensor]:
@@ -269,7 +272,7 @@ def _record(
     elif TEXT in interface.conditions:
         text_encoder, unread_text_encoder = source.text.record, source.text.unread
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
-    options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
+    options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence", "device"}) | {
         "schedule": conversion.schedule.name if conversion.schedule else None,
         "downloaded_from": origin_of(source.path),
     }

@@ -37,14 +37,16 @@ from tests.killed_runs import checkpoint, in_a_process
 @pytest.mark.gpu
 def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(whole: Path, tmp_path: Path) -> None:
     """Devices round differently; a lost moment or a wrong step count would show at once."""
-    settings = expert_settings("flow", steps=12, threads=1, device="cuda")
+    cuda = {"device": "cuda", "mixed_precision": "no"}
+    settings = expert_settings("flow", steps=12, threads=1, **cuda)
     on_cpu = train_expert(whole, tmp_path / "cpu", settings.model_copy(update={"device": "cpu"}))
     run = RunOptions(checkpoint_every=3, resume=True)
     with pytest.raises(Died):
         train_expert(whole, tmp_path / "out", settings, on_step=ending_at(7), run=run)
     losses = train_expert(whole, tmp_path / "out", settings, run=run)
-    assert losses == pytest.approx(on_cpu, rel=1e-4)
-    _check_close(tmp_path / "out" / WEIGHTS, tmp_path / "cpu" / WEIGHTS, atol=1e-4)
+    # Products are in TF32, with 10 bits.
+    assert losses == pytest.approx(on_cpu, rel=2e-3)
+    _check_close(tmp_path / "out" / WEIGHTS, tmp_path / "cpu" / WEIGHTS, atol=1e-3)
 
 
 @pytest.mark.gpu
