@@ -310,7 +310,9 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
         words = read_tokenizer(tokenizer)
-        text_record = text_encoder_record_of(text_encoder, words.model_max_length)
+        text_record = text_encoder_record_of(
+            text_encoder, words.model_max_length, pad=words.pad_token
+        )
         if text_record.kind != CLIP:
             raise HddmError(
                 f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}"

@@ -23,6 +23,8 @@ from hddm.networks.encoders import CLIP_TOKENIZER
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.prompts import encoder_classes, index_content, joint_record
 from hddm.networks.text_encoder import (
+    END_OF_TEXT,
+    ZERO_WORD,
     embed,
     read_text_encoder,
     read_tokenizer,
@@ -32,12 +34,10 @@ from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.files import write_json
 
 _VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
-_BEGIN, _END = "<|startoftext|>", "<|endoftext|>"
+_BEGIN, _END = "<|startoftext|>", END_OF_TEXT
 _TOKENS = 77
 _MERGES = 49408 - 2 * 256 - 2
 """Merges in CLIP's vocabulary, beside each byte within and at the end of a word, and two marks."""
-_ZERO = "!"
-"""The word 0 of CLIP's vocabulary, with which open_clip pads."""
 _EXTRA = "hddm-diffusion[clip]"
 
 
@@ -125,10 +125,10 @@ class FileText:
                 )
             pad = tokenizer.eos_token
             if name in self.zero_padded:
-                pad = _ZERO
-                if tokenizer.convert_tokens_to_ids(_ZERO) != 0:
+                pad = ZERO_WORD
+                if tokenizer.convert_tokens_to_ids(ZERO_WORD) != 0:
                     raise HddmError(
-                        f"{origin}: its word 0 is not {_ZERO!r}, with which a text encoder of "
+                        f"{origin}: its word 0 is not {ZERO_WORD!r}, with which a text encoder of "
                         f"{self.path} is padded; pass `tokenizer` with CLIP's own"
                     )
             if tokenizer.pad_token != pad:
@@ -156,7 +156,8 @@ class FileText:
         for name, tokenizer in self._tokenizers.items():
             limit = tokenizer.model_max_length
             held = self.encoders[name]
-            records.append(text_encoder_record_of(held, limit, kind=kinds.get(name)))
+            kind, pad = kinds.get(name), tokenizer.pad_token
+            records.append(text_encoder_record_of(held, limit, kind=kind, pad=pad))
         if self.pipeline is None:
             return records[0]
         return joint_record(self.pipeline, records, empty_is_zero=True)

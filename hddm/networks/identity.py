@@ -108,13 +108,20 @@ class UnreadVae(Record):
         return f"unreadable {self.kind} ({self.reason})"
 
 
-class TextEncoderRecord(Record):
-    """The text encoder of an expert, and the number of tokens in a padded prompt."""
+class TextEncoderRecord(SparseRecord):
+    """The text encoder of an expert, and the number of tokens in a padded prompt.
+
+    ``padding`` is the word that its tokenizer pads with, empty where it is the one that such encoders were
+    trained with.
+    """
+
+    sparse = ("padding",)
 
     kind: str
     fingerprint: str
     tokens: int
     width: int
+    padding: str = ""
 
 
 class UnreadTextEncoder(Record):

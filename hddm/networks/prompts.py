@@ -33,12 +33,14 @@ from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.text_encoder import (
     PLAIN,
+    READS_ALL,
     STEM,
     Embedded,
     checked_embedding,
     class_stated,
     cuts,
     embed,
+    padding_of,
     quiet,
     read_text_encoder,
     read_tokenizer,
@@ -158,9 +160,8 @@ class PromptEncoders(nn.Module):
         for kind, words in readers.items() if warns else ():
             limit = family.t5_tokens if kind == "T5" else words.model_max_length
             for _, cut in cuts(words, texts, limit):
-                warnings.warn(
-                    f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2
-                )
+                text = f"{kind}: {cut}" if family.t5_tokens else cut + READS_ALL
+                warnings.warn(text, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
         own = dict[str, Any]()
         if family.t5_tokens:
@@ -238,14 +239,16 @@ def texts_record_of(
     """
     if (pipeline := several_in(folder)) is None:
         assert tokenizer is not None
-        return text_encoder_record_of(folder, read_tokenizer(tokenizer).model_max_length, variant)
+        words = read_tokenizer(tokenizer)
+        return text_encoder_record_of(folder, words.model_max_length, variant, pad=words.pad_token)
     refuse_other_parts(folder, pipeline)
     records = []
     for name, kind in encoder_classes(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
-            records.append(text_encoder_record_of(folder / name, limit, variant, kind))
+            pad = padding_of(words)
+            records.append(text_encoder_record_of(folder / name, limit, variant, kind, pad))
     return joint_record(pipeline, records, zeros_in(folder))
 
 
@@ -255,7 +258,8 @@ def joint_record(
     """Identity of the text encoders of a ``pipeline`` with several, of their ``records`` in order."""
     family, clip, last = prompts_of(pipeline), records[0], records[-1]
     of_empty = str(empty_is_zero) if family.has_zeros_key else ""
-    joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
+    marks = [f"{one.fingerprint}{one.padding}" for one in records]
+    joined = ("".join(marks) + of_empty).encode()
     return TextEncoderRecord(
         kind=pipeline,
         fingerprint=hashlib.sha256(joined).hexdigest()[:16],

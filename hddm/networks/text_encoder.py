@@ -64,6 +64,9 @@ MOST_ADDED = 1000
 _INPUTS = ("input_ids", "attention_mask")
 _VOCABULARY = 49408
 _PREFIX = "text_model."
+ZERO_WORD = "!"
+"""The word 0 of CLIP's vocabulary, with which open_clip pads."""
+END_OF_TEXT = "<|endoftext|>"
 # Constants, T5's second name for its shared.weight, and what makes CLIP's projected output.
 _UNUSED = ("embeddings.position_ids", "encoder.embed_tokens.weight", "text_projection.weight")
 
@@ -167,11 +170,16 @@ def read_text_encoder(
 
 
 def text_encoder_record_of(
-    place: Path | Held, tokens: object, variant: str | None = None, kind: str | None = None
+    place: Path | Held,
+    tokens: object,
+    variant: str | None = None,
+    kind: str | None = None,
+    pad: str | None = None,
 ) -> TextEncoderRecord:
     """Identity of the text encoder in ``place``, read as ``kind``; raises as `read_text_encoder`.
 
-    ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
+    ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`, and ``pad`` the word that it
+    pads with, None where that is not known.
     """
     model, weights, _ = _open(place, variant, kind)
     mark = fingerprint(weights)
@@ -185,7 +193,31 @@ def text_encoder_record_of(
         fingerprint=mark,
         tokens=prompt_length(tokens, model.config),
         width=model.config.hidden_size,
+        padding="" if pad in (None, _usual_padding(model)) else str(pad),
     )
+
+
+def _usual_padding(model: Any) -> str | None:
+    """The word that prompts of an encoder are padded with; None for T5, whose padding is masked.
+
+    OpenAI's CLIP pads with the end of the text, and open_clip, which the activation tells, with its word 0.
+    """
+    if hasattr(model, "shared"):
+        return None
+    return ZERO_WORD if model.config.hidden_act == "gelu" else END_OF_TEXT
+
+
+def padding_of(tokenizer: Path) -> str | None:
+    """The word that the tokenizer in a folder pads with, by its files; None where they do not say."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if not (tokenizer / name).exists():
+            continue
+        stated = read_config(tokenizer, name).get("pad_token")
+        if isinstance(stated, Mapping):
+            stated = stated.get("content")
+        if isinstance(stated, str):
+            return stated
+    return None
 
 
 def unread_text_encoder(folder: Path, reason: str, variant: str | None = None) -> UnreadTextEncoder:
@@ -220,6 +252,7 @@ class Embedded(NamedTuple):
 
 
 PLAIN = Reading()
+READS_ALL = "; `long_prompt` reads all of it"
 
 
 def embed(
@@ -242,8 +275,9 @@ def embed(
         prompts = [prompt.lower().strip() for prompt in prompts]
     for prompt in prompts:
         refuse_half_characters(prompt, one_line(repr(prompt), 60))
+    hint = "" if hasattr(text_encoder, "shared") else READS_ALL
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
-        warnings.warn(cut, UserWarning, stacklevel=2)
+        warnings.warn(cut + hint, UserWarning, stacklevel=2)
     tokenized = _tokenized(tokenizer, prompts, length)
     ids, mask = tokenized["input_ids"], tokenized["attention_mask"]
     vocabulary = text_encoder.config.vocab_size

@@ -424,12 +424,15 @@ class Pictures(Offloading):
     def _no_vae(self) -> str:
         """Words that say that there is no VAE, and how to add one."""
         folder = self._folder
+        # Where no record says which VAE it was, the caller does.
+        is_known = all(one.latent_space is not None for one in self.experts.records)
+        trust = "" if is_known else " --trust-components"
         if folder is None:
             remedy = "vae="
         elif (folder / EXPERT_FILE).exists():
-            remedy = f"hddm assemble {folder} --vae FOLDER --out ENSEMBLE"
+            remedy = f"hddm assemble {folder} --vae FOLDER{trust} --out ENSEMBLE"
         elif (folder / ENSEMBLE_FILE).exists():
-            remedy = f"hddm assemble {folder} --vae FOLDER"
+            remedy = f"hddm assemble {folder} --vae FOLDER{trust}"
         else:
             remedy = f"as {folder / 'vae'}"
         return f" and has no VAE; add one ({remedy})"

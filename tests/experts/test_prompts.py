@@ -18,10 +18,11 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.prompt_router import SPREAD, PromptRouter, Topic
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
-from tests.artefacts import Command, contents, printed, refusal
-from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
+from tests.artefacts import Command, contents, edit_json, printed, refusal
+from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, record_of, text_unet
 from tests.component_files import texts_in, write_clip, write_t5, write_vae
 from tests.ensemble_files import derived, flow_expert, load_ensemble, saved, shard_of, text_experts
+from tests.ldm_files import tiny_pipeline
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
 
@@ -401,3 +402,31 @@ def test_of_two_latent_spaces_either_can_go(
     # The weights of an expert that was not chosen need not be there.
     (tmp_path / "both" / "experts" / "0" / weights).unlink()
     assert len(load_ensemble(tmp_path / "both", experts=[1]).experts) == 1
+
+
+@pytest.mark.integration
+def test_encoders_of_one_kind_that_pad_differently_stay_apart(
+    tmp_path: Path, hddm: Command
+) -> None:
+    """Padding counts for CLIP: with another word, all pictures of an expert would change."""
+    records = []
+    for name, pad in (("usual", None), ("other", "<|endoftext|>")):
+        tiny_pipeline(tmp_path / name, "XL")
+        place = tmp_path / name / "pipeline"
+        if pad is not None:
+            for file in ("tokenizer_config.json", "special_tokens_map.json"):
+                if (place / "tokenizer_2" / file).exists():
+                    edit_json(place / "tokenizer_2" / file, pad_token=pad)
+        converted(hddm, place, tmp_path / f"expert-{name}")
+        records.append(record_of(tmp_path / f"expert-{name}")["text_encoder"])
+    assert records[0]["fingerprint"] != records[1]["fingerprint"]
+    both = tmp_path / "both"
+    assemble([tmp_path / "expert-usual", tmp_path / "expert-other"], both)
+    assert (both / "text_encoder_2").exists()
+    pair = HDDMPipeline.from_pretrained(both)
+    call = {"num_inference_steps": 2, "seed": 0, "output_type": "latent"}
+    for number, name in enumerate(("usual", "other")):
+        alone = HDDMPipeline.from_pretrained(tmp_path / f"expert-{name}")
+        torch.testing.assert_close(
+            pair("cat", expert=number, **call).images, alone("cat", **call).images
+        )
