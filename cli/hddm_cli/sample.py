@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from hddm.settings import SampleSettings
+from hddm.utils.errors import counted
 from hddm_cli.options import Model, Out, Overwrite, Resume
 
 
@@ -27,6 +28,6 @@ def sample(
 
     with Progress(None, f"open {source}", is_drawn=False):
         shown = sample_to_folder(source, out, settings, overwrite, grid, resume)
-    typer.echo(f"{out}: {settings.num_images} images")
+    typer.echo(f"{out}: {counted(settings.num_images, 'image')}")
     if shown:
         typer.echo(shown)

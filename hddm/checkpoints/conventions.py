@@ -21,6 +21,7 @@ from hddm.checkpoints.sources import Checkpoint
 from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.predictions import PredictionType
 from hddm.schedules import (
+    FLOW_MATCH_FAMILY,
     DiscreteSchedule,
     EDMSchedule,
     LinearSchedule,
@@ -110,6 +111,13 @@ def resolve_conventions(
         place = origin if origin.endswith(".json") else f"{source.path}: {origin}"
         raise HddmError(f"{place}: {error}") from error
     _refuse_signal(source, schedule, origin)
+    if prediction_type is not None and in_config is not None and _is_by_class(config):
+        # The class of a scheduler means a prediction as a default does; the user may know better.
+        if prediction_type != in_config:
+            notes.append(
+                f"{prediction_type} as stated, where the class of {origin} means {in_config}"
+            )
+        in_config = None
     preset = source.declared.preset
     stated = [
         Stated(prediction_type, "`prediction_type`"),
@@ -150,7 +158,8 @@ def resolve_conventions(
             f"EDM's own network gives the negative of v, and {kind} is what is read from it"
         )
     is_flow = isinstance(schedule, LinearSchedule)
-    if is_flow != kind.prediction.is_velocity and source.record is None:
+    is_odd = is_flow != kind.prediction.is_velocity
+    if is_odd and not (is_flow and prediction_type is not None) and source.record is None:
         raise HddmError(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
@@ -192,6 +201,13 @@ def _scheduler_of(
     return declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
 
 
+def _is_by_class(config: Mapping[str, Any]) -> bool:
+    """True for a flow-match scheduler whose config has no key for what is predicted."""
+    keys = ("prediction_type", "predict_epsilon", "use_flow_sigmas")
+    is_stated = any(config.get(key) is not None for key in keys)
+    return config.get("_class_name") in FLOW_MATCH_FAMILY and not is_stated
+
+
 def _default_of(
     source: Checkpoint, config: Mapping[str, Any], origin: str, notes: list[str]
 ) -> tuple[str, str]:
@@ -226,6 +242,9 @@ def _agreed(source: Checkpoint, stated: Sequence[Stated], by_user: bool) -> Stat
             remedy = "pass `prediction_type` with what is true"
             if by_user:
                 remedy = "drop the option, or pass `schedule` with a config that says what is true"
+            preset = source.declared.preset
+            if preset is not None and preset.place in (first.place, other.place):
+                remedy = "pass another `preset`, or none"
             if other.place in source.header.predictions:
                 remedy = "correct the header, or what contradicts it"
             raise HddmError(f"{source.path}: {text}; {remedy}")

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert_checkpoint
-from hddm.checkpoints.headers import predictions_in
+from hddm.checkpoints.headers import predictions_in, read_headers
 from hddm.checkpoints.lora_changes import BIAS, Change
 from hddm.checkpoints.lora_files import Layers, LoraFile, lora_file, read_lora
 from hddm.checkpoints.lora_names import ATTENTION, COUNTED_MODULES, LayerNames, counted_layers
@@ -163,6 +163,7 @@ def convert_lora(
     lines += text_lines
     lines.append(f"licence: {record.licence or 'not stated (`licence` records it)'}")
     lines += _notes_on_prediction(lora, expert.record, base)
+    lines += [f"note: {note}" for note in read_headers([path]).notes]
     if dry_run:
         return [*lines, f"{out}: nothing written (`dry_run`)"]
     refuse_full_disk(out, writer.size)

@@ -33,6 +33,7 @@ from hddm.networks.families.family import Interface
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
+from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, Unstated, UsageError
 from hddm.utils.hub import origin_of
@@ -265,7 +266,7 @@ def _record(
 ) -> ExpertRecord:
     own = source.record
     vae = source.vae if own is None else own.latent_space
-    is_flow = conventions.prediction_type.prediction.is_velocity
+    is_flow = isinstance(conventions.schedule, LinearSchedule)
     text_encoder, unread_text_encoder = None, None
     if own is not None:
         text_encoder, unread_text_encoder = own.text_encoder, own.unread_text_encoder
@@ -354,6 +355,9 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         lines.append(f"shift: {record.shift:.6g}, of the time grid that samples want")
     if record.vae is not None:
         lines.append(f"vae: {record.vae.kind}, known by its encoder {record.vae.fingerprint}")
+    elif record.space == "latents" and record.unread_vae is None:
+        adds = "hddm assemble EXPERT --vae FOLDER --trust-components adds one"
+        lines.append(f"vae: not recorded, since the source holds none; {adds}")
     if record.text_encoder is not None:
         text = record.text_encoder
         lines.append(

@@ -75,7 +75,7 @@ def arrange(
     # What the ensemble has for an expert that stays may be replaced by what is given.
     kept = [kept_components(one.place) for one in experts[:stay]]
     kept += [components_of(one.place) for one in experts[stay:]]
-    vaes = _arrange_vaes(experts, given, own, kept, stay, found)
+    vaes, experts = _arrange_vaes(experts, given, own, kept, stay, found)
     encoders, experts = _arrange_texts(experts, given, own, kept, stay, found)
     components = vaes | encoders
     for name in sorted(components.keys() - set(COMPONENTS)):
@@ -96,18 +96,23 @@ def _arrange_vaes(
     kept: Sequence[Mapping[str, Path]],
     stay: int,
     found: Findings,
-) -> dict[str, Path]:
+) -> tuple[dict[str, Path], list[Expert]]:
     spaces, named = vaes_of(experts), given.get("vae")
     groups = numbers_of(experts, "vae").distinct
     of_latents = [one for one in experts if one.record.space == "latents"]
     known = [folder for name, folder in own.items() if name.startswith("vae")]
     known += [one["vae"] for one in kept if "vae" in one]
     known = known if named is None else [named, *known]
-    vaes = dict[str, Path]()
+    vaes, taken = dict[str, Path](), [one.member.vae for one in experts]
     for number, space in enumerate(groups):
         chosen = next((folder for folder in known if _is_of(space, folder)), None)
         if len(groups) == 1 and known and (chosen is None or named is not None):
             chosen = known[0]
+        if chosen is None and named is not None and isinstance(space, str):
+            channels = {
+                one.record.sample_shape[0] for k, one in enumerate(experts) if spaces[k] == space
+            }
+            chosen = named if channels == {_channels_of(named)} else None
         if chosen is not None:
             vaes[numbered(VAE, number)] = chosen
         for k, one in enumerate(experts):
@@ -117,11 +122,19 @@ def _arrange_vaes(
             is_decided = k < stay and (chosen is None or chosen != named)
             if chosen is not None:
                 _compare_vae(one, chosen, is_decided, found)
+                if one.record.latent_space is None:
+                    taken[k] = vae_record_of(chosen)
             elif one.record.latent_space is None and not is_decided and len(of_latents) > 1:
                 found.trust(one.name, VAE, "does not record its VAE", "it is that of the others")
     if named is not None and named not in vaes.values():
         found.differ(str(named), "is the VAE of none of these experts; leave it out")
-    return vaes
+    return vaes, with_decisions(experts, vae=taken)
+
+
+def _channels_of(vae: Path) -> int:
+    """Channels of the latents of a VAE."""
+    channels: int = read_config(vae).get("latent_channels", _LATENT_CHANNELS)
+    return channels
 
 
 def _is_of(space: Hashable, folder: Path) -> bool:
@@ -133,7 +146,7 @@ def _is_of(space: Hashable, folder: Path) -> bool:
 def _compare_vae(expert: Expert, folder: Path, is_decided: bool, found: Findings) -> None:
     """Compare a VAE with what an expert of latents records; ``is_decided`` if the expert had it before."""
     vae, name, record = vae_record_of(folder), str(folder), expert.record
-    channels = read_config(folder).get("latent_channels", _LATENT_CHANNELS)
+    channels = _channels_of(folder)
     if channels != record.sample_shape[0]:
         found.differ(
             name, f"{channels} latent channels, and {expert.name} has {record.sample_shape[0]}"

@@ -40,8 +40,9 @@ def domains_of(experts: Sequence[Expert]) -> tuple[int, ...]:
 def vaes_of(experts: Sequence[Expert]) -> list[Hashable]:
     """Identity of each expert's VAE: its record; None for an expert of pixels.
 
-    An expert that does not record its own has the first one that is known, or else one called ``unknown``.
-    One whose VAE could not be read has another expert's that could be it, or else that one.
+    An expert that does not record its own has the first one that is known of an expert with as many channels,
+    or else an unknown one. One whose VAE could not be read has another expert's that could be it, or else
+    that one.
     """
     known: list[VaeRecord | UnreadVae | None] = []
     for one in experts:
@@ -50,7 +51,16 @@ def vaes_of(experts: Sequence[Expert]) -> list[Hashable]:
     for k, one in enumerate(experts):
         if known[k] is None and one.record.unread_vae is not None:
             known[k] = _found_again(one.record.unread_vae, read)
-    return _shared(known, [one.record.space == "latents" for one in experts])
+    first: dict[int, Hashable] = {}
+    for one, vae in zip(experts, known, strict=True):
+        if vae is not None and one.record.space == "latents":
+            first.setdefault(one.record.sample_shape[0], vae)
+    found: list[Hashable] = []
+    for one, vae in zip(experts, known, strict=True):
+        channels = one.record.sample_shape[0]
+        own = vae or first.get(channels, f"unknown, of {channels} channels")
+        found.append(own if one.record.space == "latents" else None)
+    return found
 
 
 def _found_again(unread: UnreadVae, read: Sequence[VaeRecord]) -> VaeRecord | UnreadVae:

@@ -81,6 +81,8 @@ def read_tokenizer(folder: Path) -> Any:
     import transformers
 
     settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    if not settings.exists() and (folder / "tokenizer" / settings.name).exists():
+        raise HddmError(f"{folder}: is no tokenizer's folder; name {folder / 'tokenizer'}")
     config = read_config(folder, settings.name)
     known = " or ".join(map(an, TOKENIZERS))
     if config.get("tokenizer_class", "") is None:

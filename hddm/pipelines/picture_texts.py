@@ -38,6 +38,7 @@ class PictureTexts:
         guidance: its other options than the scale are named in ``hddm`` alone, where they are no defaults.
         prompts, labels: cycled over the numbers of pictures.
         clip_skip: layers of CLIP that are left out.
+        long_prompt: prompts were read in chunks.
     """
 
     model: str
@@ -51,6 +52,7 @@ class PictureTexts:
     labels: Sequence[str] = ()
     negative_prompt: str | None = None
     clip_skip: int = 0
+    long_prompt: bool = False
 
     def of(self, number: int, size: Sequence[int], expert: str | None = None) -> dict[str, str]:
         """Texts of picture ``number`` of ``size`` (H, W), which ``expert`` made if one of several did."""
@@ -62,6 +64,7 @@ class PictureTexts:
             "negative_prompt": self.negative_prompt,
             "class": label,
             "clip_skip": self.clip_skip or None,
+            "long_prompt": self.long_prompt or None,
             "steps": self.steps,
             "solver": self.solver,
             "guidance_scale": self.guidance.scale,
@@ -117,6 +120,7 @@ _TITLES = {
     "size": "Size",
     "class": "Class",
     "clip_skip": "Clip skip",
+    "long_prompt": "Long prompt",
     "strategy": "Strategy",
     "expert": "Expert",
     "model": "Model",

@@ -359,6 +359,7 @@ def _texts(
         labels=settings.labels,
         negative_prompt=settings.negative_prompt,
         clip_skip=settings.clip_skip,
+        long_prompt=settings.long_prompt,
     )
 
 
@@ -469,7 +470,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             clip_skip=settings.clip_skip,
         )
     has_empty_text = any(TEXT in one.null_conditions for one in pipeline.ensemble.experts)
-    if has_empty_text and TEXT not in found.given:
+    if has_empty_text and not {TEXT, LABELS} & found.given.keys():
         warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)
     return found
 
@@ -492,6 +493,7 @@ _IN_SHEET = (
     "prompts",
     "negative_prompt",
     "clip_skip",
+    "long_prompt",
     "class_names",
     "steps",
     "solver",

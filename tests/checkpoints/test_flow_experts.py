@@ -338,3 +338,23 @@ def test_a_shift_is_kept_where_scheduler_and_network_give_one(
     ):
         assert note in converted(hddm, source, tmp_path / f"{source.name}-expert")
         assert record_of(tmp_path / f"{source.name}-expert")["shift"] == shift
+
+
+@pytest.mark.integration
+def test_a_network_of_clean_samples_on_the_flow_path_is_stated_by_its_user(
+    hddm: Command, tmp_path: Path
+) -> None:
+    """The class of a flow-match scheduler means the velocity, and has no key for another prediction."""
+    network = plain_unet()
+    network.save_pretrained(tmp_path / "net")
+    FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "net")
+    said = converted(hddm, tmp_path / "net", tmp_path / "expert", "--prediction-type", "sample")
+    assert "sample as stated, where the class of" in said
+    record = record_of(tmp_path / "expert")
+    assert (record["objective"], record["prediction_type"]) == ("flow", "sample")
+    field = library.load(tmp_path / "expert")
+    x, t = torch.randn(2, *record["sample_shape"]), torch.tensor([0.3, 0.8])
+    with torch.no_grad():
+        x_0 = network.eval()(x, 1000 * t).sample
+    expected = (x - x_0) / t.view(-1, 1, 1, 1)
+    torch.testing.assert_close(field.velocity(x, t), expected, rtol=1e-4, atol=1e-4)

@@ -217,6 +217,31 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
     assemble([high, low], tmp_path / "pair", domain=[["high", "low"]], trust_components=True)
 
 
+def test_a_vae_that_is_stated_serves_the_expert_whose_channels_it_has(
+    trio: Trio, tmp_path: Path
+) -> None:
+    """As of a network alone in a file, beside an expert that keeps another VAE."""
+    for name, channels in (("small", 4), ("wide", 8)):
+        write_vae(tmp_path / name, latent_channels=channels)
+    own = vae_record_of(tmp_path / "small").model_dump()
+    scale = {"latent_scale": own["scale"]}
+    known = _latent(trio.experts[0], tmp_path / "known", vae=own, text_encoder=None, **scale)
+    shutil.copytree(tmp_path / "small", known / "vae")
+    wide = {"space": "latents", "sample_shape": (8, 4, 4), "latent_scale": None}
+    silent = saved(tmp_path / "silent", flow_expert(0, wide, in_channels=8))
+    parts = {"vae": tmp_path / "wide"}
+    refused = _refusal([known, silent], tmp_path / "out", **parts)
+    assert refused == [
+        f"{silent}: does not record its VAE; pass `trust_components` if it is that in {tmp_path / 'wide'}"
+    ]
+    assemble([known, silent], tmp_path / "out", trust_components=True, **parts)
+    assert derived(tmp_path / "out").vaes == (0, 1)
+    # In an ensemble of its own first, and beside the other one later.
+    assemble([silent], tmp_path / "alone", trust_components=True, **parts)
+    change(tmp_path / "alone", add=[known], out=tmp_path / "later")
+    assert derived(tmp_path / "later").vaes == (0, 1)
+
+
 def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: Path) -> None:
     silent = _latent(trio.experts[0], tmp_path / "silent", vae=None, text_encoder=None)
     known = _latent(trio.experts[1], tmp_path / "known")
