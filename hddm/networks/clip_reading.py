@@ -26,7 +26,7 @@ _WORD_END = "</w>"
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReading:
     """How the prompts of one call are read.
 
     Args:
@@ -44,7 +44,7 @@ class Reading:
         """True if prompts are read as the pipelines of diffusers do without further arguments."""
         return self.chunks == 1 and self.clip_skip == 0
 
-    def of_all(self, encoder: Any, tokenizer: Any, prompts: Sequence[str]) -> "Reading":
+    def of_all(self, encoder: Any, tokenizer: Any, prompts: Sequence[str]) -> "PromptReading":
         """The same with chunks enough for all ``prompts``."""
         if not self.long_prompt:
             return self
@@ -66,7 +66,12 @@ class States(NamedTuple):
 
 
 def read_states(
-    encoder: Any, tokenizer: Any, prompts: Sequence[str], reading: Reading, layer: int, norm: bool
+    encoder: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    reading: PromptReading,
+    layer: int,
+    norm: bool,
 ) -> States:
     """Hidden states of ``prompts``, of ``layer`` as counted from the last (0) less those that are skipped.
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.condition_names import TEXT
-from hddm.networks.clip_reading import Reading, read_states
+from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
 from hddm.networks.families import pipelines
@@ -139,7 +139,7 @@ class PromptEncoders(nn.Module):
         prompts: Sequence[str],
         is_negative: bool = False,
         warns: bool = True,
-        reading: Reading = PLAIN,
+        reading: PromptReading = PLAIN,
     ) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
@@ -173,7 +173,9 @@ class PromptEncoders(nn.Module):
         pooled = rest[1 if family.encodes_negatives else 0]
         return self._embedded(tokens, pooled, texts, is_negative)
 
-    def _embed_by(self, reading: Reading, texts: Sequence[str], is_negative: bool) -> Embedded:
+    def _embed_by(
+        self, reading: PromptReading, texts: Sequence[str], is_negative: bool
+    ) -> Embedded:
         """As `embed`, of CLIPs whose states before the last layer lie side by side."""
         found = []
         for name, encoder in self.encoders.items():

@@ -16,7 +16,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.clip_reading import Reading, read_states
+from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import Held, class_in, read_config, read_weights
 from hddm.networks.encoders import (
     ADAPTED,
@@ -253,7 +253,7 @@ class Embedded(NamedTuple):
         return self.conditions[TEXT]
 
 
-PLAIN = Reading()
+PLAIN = PromptReading()
 READS_ALL = "; `long_prompt` reads all of it"
 
 
@@ -262,7 +262,7 @@ def embed(
     tokenizer: Any,
     prompts: Sequence[str],
     warns: bool = True,
-    reading: Reading = PLAIN,
+    reading: PromptReading = PLAIN,
 ) -> Embedded:
     """Encode prompts, padded to `prompt_length` tokens.
 
@@ -298,7 +298,7 @@ def embed(
 
 
 def _embed_by(
-    reading: Reading, text_encoder: Any, tokenizer: Any, prompts: Sequence[str]
+    reading: PromptReading, text_encoder: Any, tokenizer: Any, prompts: Sequence[str]
 ) -> Embedded:
     """As `embed`, of one CLIP, whose last norm follows the layer that is read."""
     if hasattr(text_encoder, "shared"):
@@ -309,7 +309,7 @@ def _embed_by(
     return checked_embedding(Embedded({TEXT: states.hidden}, pooled))
 
 
-def refuse_for_t5(reading: Reading) -> None:
+def refuse_for_t5(reading: PromptReading) -> None:
     """Raise an `HddmError` for a ``reading`` other than the plain one, which only CLIP has."""
     name = "clip_skip" if reading.clip_skip else "long_prompt"
     raise HddmError(

@@ -24,7 +24,7 @@ from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, numbered
-from hddm.networks.clip_reading import Reading
+from hddm.networks.clip_reading import PromptReading
 from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.text_encoder import embed, refuse_for_t5, refuse_half_characters
@@ -180,12 +180,12 @@ class Encoding(Offloading):
         is_whole = isinstance(encoder, PromptEncoders) or None not in (encoder, words)
         return (encoder, words) if is_whole else None
 
-    def _reading_of(self, texts: Sequence[str], long_prompt: bool, clip_skip: int) -> Reading:
+    def _reading_of(self, texts: Sequence[str], long_prompt: bool, clip_skip: int) -> PromptReading:
         """How all prompts of a call are read: in as many chunks as the longest needs.
 
         Raises an `HddmError` where that would have no effect.
         """
-        reading = Reading(long_prompt, clip_skip)
+        reading = PromptReading(long_prompt, clip_skip)
         if not (texts and self.readers) and (long_prompt or clip_skip):
             name = "clip_skip" if clip_skip else "long_prompt"
             raise HddmError(f"`{name}`: says how a `prompt` is read, and none is; drop the option")
@@ -203,7 +203,7 @@ class Encoding(Offloading):
         return reading
 
     def _embed(
-        self, texts: Sequence[str], reading: Reading, is_negative: bool = False
+        self, texts: Sequence[str], reading: PromptReading, is_negative: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Conditions by the ensemble's names of them, and embeddings that topics compare."""
         found, pooled = dict[str, Tensor](), None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.networks.clip_reading import Reading
+from hddm.networks.clip_reading import PromptReading
 from hddm.networks.prompts import read_texts
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -88,7 +88,7 @@ def test_without_skipping_the_last_layer_is_read_with_its_norm(tmp_path: Path) -
     words = read_tokenizer(tmp_path / "tokenizer")
     plain = embed(encoder, words, ["cat", "dog"])
     # Two chunks, of which the second is empty.
-    chunked = embed(encoder, words, ["cat", "dog"], reading=Reading(True, chunks=2))
+    chunked = embed(encoder, words, ["cat", "dog"], reading=PromptReading(True, chunks=2))
     torch.testing.assert_close(chunked.tokens[:, :77], plain.tokens)
     torch.testing.assert_close(chunked.pooled, plain.pooled)
 
@@ -97,7 +97,7 @@ def test_a_word_longer_than_a_chunk_is_divided_at_its_end(tmp_path: Path) -> Non
     write_clip(tmp_path)
     encoder = read_text_encoder(tmp_path / "text_encoder")
     words = read_tokenizer(tmp_path / "tokenizer")
-    reading = Reading(True).of_all(encoder, words, ["x" * 151])
+    reading = PromptReading(True).of_all(encoder, words, ["x" * 151])
     assert reading.chunks == 3
     found = embed(encoder, words, ["x" * 151], reading=reading)
     assert found.tokens.shape == (1, 3 * 77, 16)
@@ -107,8 +107,8 @@ def test_t5_takes_neither(tmp_path: Path) -> None:
     encoder = write_t5(tmp_path, 16)
     words = read_tokenizer(tmp_path / "tokenizer")
     for reading, name in (
-        (Reading(clip_skip=1), "clip_skip"),
-        (Reading(True, chunks=2), "long_prompt"),
+        (PromptReading(clip_skip=1), "clip_skip"),
+        (PromptReading(True, chunks=2), "long_prompt"),
     ):
         with pytest.raises(HddmError, match=f"`{name}`: is for networks of CLIP alone"):
             embed(encoder, words, ["cat"], reading=reading)
