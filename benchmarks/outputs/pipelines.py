@@ -258,7 +258,8 @@ def _described(folder: Path, workshop: Workshop) -> Outputs:
         places = ("--text-encoder", texts["text_encoder"], "--tokenizer", texts["tokenizer"])
         command("describe", root / name, "--text", captions, *places)
         yield from under(name, files_of(root / name, workshop.root))
-    hddm.assemble([root / "a", root / "b"], root / "both", vae=root / "vae", **texts)
+    trusted = {"vae": root / "vae", "trust_components": True}
+    hddm.assemble([root / "a", root / "b"], root / "both", **trusted, **texts)
     pipe = _opened(root / "both")
     asked = [*PROMPTS, "a dog"]
     yield "p(k | prompt)", pipe.encode(asked).prior
