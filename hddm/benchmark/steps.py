@@ -43,6 +43,8 @@ class StepKind(NamedTuple):
     """Progress of a step, about its milliseconds on one core."""
     units_an_image: float = 0.0
     """Further progress for each image that it is trained on, or makes."""
+    version: int = 1
+    """Part of its steps' identities from 2 on; raised when this verb alone computes something else."""
 
 
 _TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"), learns=True)
@@ -50,12 +52,15 @@ STEP_KINDS = {
     "train expert": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
     "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
     "train all": _TRAINING._replace(is_uncounted=True),
-    "distill": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0),
+    # From version 2 on, samples and trajectories begin with the first step of `hddm.times`.
+    "distill": _TRAINING._replace(is_alone=True, is_training=True, units_an_image=3.0, version=2),
     "convert": StepKind(is_alone=True, is_uncounted=True),
     "calibrate": StepKind(is_alone=True, learns=True, units=10_000),
     "merge": StepKind(is_alone=True),
     # Images of another device are not continued but replaced.
-    "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
+    "sample": StepKind(
+        is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0, version=2
+    ),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
     "data old-model": StepKind(is_uncounted=True, units=30_000),
@@ -290,7 +295,8 @@ class Step:
         for name, value in self.values.items():
             if name not in _FREE:
                 seen[name] = self._identified(value)
-        return hash_of([NUMERICS, self.verb, seen])
+        versions = [] if self.kind.version == 1 else [self.kind.version]
+        return hash_of([NUMERICS, self.verb, seen, *versions])
 
     def _identified(self, value: Any) -> Any:
         if isinstance(value, Mapping):
