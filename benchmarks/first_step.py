@@ -230,7 +230,7 @@ def _mixed(
     for pair in models:
         moments = [one.calibration.moments for one in pair if one.calibration is not None]
         router = MomentsRouter(moments, [1.0, 1.0])
-        leaving = LeavingOut(router, [one.end for one in pair])
+        leaving = LeavingOut(router, [one.range[1] for one in pair])
         for rule, route in ((TODAY, router), (LEFT_OUT, leaving)):
             model = hddm.Ensemble(list(pair), route)
             for strategy in STRATEGIES:
@@ -260,7 +260,7 @@ def _exact_errors(name: str, pair: int) -> list[tuple[str, int, float]]:
 
     target = SOLVERS["heun"](exactly, x, time_grid(EXACT_STEPS))
     router = exact_router(shards, prior)
-    leaving = LeavingOut(router, [one.end for one in fields])
+    leaving = LeavingOut(router, [one.range[1] for one in fields])
     found = []
     for rule, route in ((TODAY, router), (LEFT_OUT, leaving)):
         model = hddm.Ensemble(fields, route, "full")

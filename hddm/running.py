@@ -203,7 +203,7 @@ class Plan:
     def begin_of(self, expert: int | None) -> float:
         """The time at which networks begin: for samples of one expert, or of all experts mixed.
 
-        It is the end of the expert's schedule, or the largest of them, where samples do not begin below.
+        It is the expert's end, or the largest of them, where samples do not begin below it.
         """
         experts = range(len(self.model.experts)) if expert is None else [expert]
         end = max(end_of(self.model, k) for k in experts)
@@ -390,7 +390,7 @@ def _begun(
 ) -> tuple[Tensor, Tensor, int]:
     """The states x (n, …) at which networks begin, the times of their steps, and the steps that are done.
 
-    Times of the caller's own may have several above the end of the experts' schedules, each a step.
+    Times of the caller's own may have several above the experts' end, each a step.
     """
     times, begin, now, done = (
         plan.times_of(batch),

@@ -123,7 +123,7 @@ def plan(
     Args:
         model: an ensemble, or one expert, which is an ensemble of one.
         steps: number of solver steps, evenly spaced in t if the shift is 1; by default 25, or a student's.
-            They begin at the largest t that the experts' schedules cover (`hddm.times`).
+            They begin at the end of the experts, below t = 1 for some (`hddm.times`).
         solver: a name or a function, see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for
             students of few steps, with a mask and in edits.
         shift: see `hddm.times.time_grid`.
@@ -418,7 +418,7 @@ def integrate(
     Args:
         model: an expert or an ensemble.
         x: on any device.
-        times: see `hddm.times.time_grid`. No network runs above the end of the experts' schedules, where
+        times: see `hddm.times.time_grid`. No network runs above the end of the experts, where
             `hddm.times.first_step` leads from each time to the next.
         conditions: on the model's device.
         expert: (batch,) the one expert of each sample; ``draw`` and ``commit-x`` need it.

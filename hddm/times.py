@@ -7,11 +7,12 @@ closed form (`hddm.calibration.Moments.flow`):
     x_t = (1 - t) m + U sqrt(((1 - t)² c + t²) / ((1 - s)² c + s²)) U^T (x_s - (1 - s) m)
 
 m and c are those of the expert's calibration, m of the class where it is known. Without a calibration both
-are 0, so that x_t = x_s t/s, as other samplers begin. All calls of networks then lie at or below the end.
+are 0, so that x_t = x_s t/s, as other samplers begin. All calls of networks then lie at or below the end
+(`VelocityField.end`). An expert whose schedule reaches t = 1 has no first step.
 
 A sample of one expert begins at the end of that expert, and samples of a mixture at the largest end of all
-experts; above a smaller end of one of them the rule of `hddm.velocity` holds. An expert whose schedule
-reaches t = 1 has no first step.
+experts. Above the smaller end of one of them the rule of `hddm.velocity` holds: to leave that expert out
+there was measured, and is worse (benchmarks/first_step.py).
 """
 
 import torch
@@ -62,7 +63,7 @@ def time_grid(steps: int, shift: float = 1.0, first: float = 1.0) -> Tensor:
 
 
 def end_of(model: Ensemble, expert: int) -> float:
-    """The largest t that the schedule of an ``expert`` covers, or of that of its domain for most noise."""
+    """The end of an ``expert``, or of the one of its domain for the most noise; see `VelocityField.end`."""
     last = expert
     for k, one in enumerate(model.experts):
         if model.domains[k] == model.domains[expert] and one.noise_range[1] == 1:

@@ -329,9 +329,17 @@ class VelocityField:
 
     @property
     def end(self) -> float:
-        """The largest t that its schedule covers; 1 where `SINGULAR_MARGIN` alone ends its range."""
+        """The t from which on samples follow this expert, if they begin with noise: at most its range's end.
+
+        Without a calibration a network of noise ends at 1 - 1/G, G = `MAX_GAIN`, since above its errors count
+        more than G times. A schedule that only `SINGULAR_MARGIN` keeps from t = 1 ends there.
+        """
         high = self.range[1]
-        return 1.0 if high >= 1 - SINGULAR_MARGIN else high
+        if high >= 1 - SINGULAR_MARGIN:
+            return 1.0
+        if self.prediction.is_of_noise and self.calibration is None:
+            return min(high, 1 - 1 / MAX_GAIN)
+        return high
 
     def covers(self, t: Tensor) -> Tensor:
         """True (n,) where this expert of its domain runs: low <= t < high, and t = high = 1 too."""

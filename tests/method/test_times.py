@@ -133,7 +133,8 @@ def test_all_calls_of_one_expert_lie_inside_its_schedule(
     field = _counted(GAUSSIAN, case, calibration=_calibration(GAUSSIAN) if calibrated else None)
     sample(field, 3, steps=10, solver=solver)
     assert len(field.asked) == 10 * CALLS[solver]
-    assert field.asked[0] == max(field.asked) == field.range[1] < 1
+    end = field.range[1] if calibrated else min(field.range[1], 0.95)
+    assert field.asked[0] == max(field.asked) == end < 1
     assert len({*field.asked}) >= 10
     # None of them is one that the schedule's end stands in for.
     fed = [time.unique() for _, time in field.network.fed]
