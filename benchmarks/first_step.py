@@ -41,8 +41,10 @@ SCHEDULES = {
 RECIPES = {
     "digits": "--optimizer adamw --steps 1600 --batch-size 32 --learning-rate 8e-3 --ema-decay 0.99 "
     "--size mini",
-    "cifar": "--steps 1200 --batch-size 64 --ema-decay 0.99 --size mini",
+    "cifar10": "--optimizer muon --steps 800 --batch-size 64 --learning-rate 1.6e-3 --ema-decay 0.99 "
+    "--random-flip --size mini",
 }
+CLASSES = "deer,horse,airplane,automobile"
 DEVICE = "--device cpu --threads 1"
 CALLS, NOISES, NUM = (8, 15, 25), 3, 1000
 """Calls of the network per sample, seeds of initial noise, and samples per seed."""
@@ -56,23 +58,17 @@ def pictures(
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs/first-step"),
     seeds: SeedsOption = 3,
-    data: Annotated[
-        str, typer.Option(help="digits, or a name for the images in --images.")
-    ] = "digits",
-    images: Annotated[Path | None, typer.Option(help="Training images by class.")] = None,
-    held_out: Annotated[Path | None, typer.Option(help="Held-out images by class.")] = None,
+    cifar: Annotated[
+        Path | None, typer.Option(help="CIFAR-10 as train/CLASS/*.jpg and test/…; else digits.")
+    ] = None,
+    mixed: Annotated[bool, typer.Option(help="Also mix an expert with one of flow.")] = True,
 ) -> None:
     """Single experts, and mixes with a flow expert, on pictures."""
     start = Start(results, work, seeds=seeds)
     work.mkdir(parents=True, exist_ok=True)
-    if images is None or held_out is None:
-        images, held_out = work / "digits" / "train", work / "digits" / "held_out"
-        _made(work / "digits", ["data", "digits"])
-    found = Measure(images, held_out)
-    whole, parts = work / "all", work / "parts"
-    for folder, count in ((whole, 1), (parts, 2)):
-        _made(folder, ["partition", str(images), "--shards", str(count), "--held-out", "0.2"])
-    recipe = RECIPES.get(data, RECIPES["cifar"]).split()
+    data = "digits" if cifar is None else "cifar10"
+    whole, parts, found = _digits(work) if cifar is None else _cifar(cifar, work)
+    recipe = RECIPES[data].split()
     lines = [
         f"# The first step, on {data}",
         "",
@@ -94,12 +90,15 @@ def pictures(
             lines += [*_table("calls", figures), ""]
             print("\n".join(lines[-12:]), flush=True)
     models = []
-    for seed in range(seeds):
+    for seed in range(seeds if mixed else 0):
         pair = [
             _trained(work, f"p0-sd-{seed}", parts / "shard_0", "sd", seed, recipe),
             _trained(work, f"p1-flow-{seed}", parts / "shard_1", None, seed, recipe),
         ]
         models.append(pair)
+    if not mixed:
+        typer.echo(start.write(f"first-step-{data}", lines, content))
+        return
     content["mixed"] = _mixed(models, found)
     lines += [f"## sd and flow, mixed, {CALLS[-1]} calls", ""]
     lines += [*_table("strategy", content["mixed"]), ""]
@@ -131,6 +130,30 @@ def mixtures(results: ResultsOption = RESULTS) -> None:
         lines += [f"## {name}, end of schedule t = {end:.4f}", "", *_table("calls", figures), ""]
     print("\n".join(lines), flush=True)
     typer.echo(start.write("first-step-mixtures", lines, content))
+
+
+def _digits(work: Path) -> tuple[Path, Path, "Measure"]:
+    """Partitions of the digits into one shard and into two, and the distance to those that are held out."""
+    _made(work / "digits", ["data", "digits"])
+    training = work / "digits" / "train"
+    for folder, count in (("all", 1), ("parts", 2)):
+        words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
+        _made(work / folder, words)
+    return work / "all", work / "parts", Measure(training, work / "digits" / "held_out")
+
+
+def _cifar(source: Path, work: Path) -> tuple[Path, Path, "Measure"]:
+    """The same for four classes of CIFAR-10, at 16×16 pixels."""
+    for folder, images, options in (
+        ("all", "train", "--shards 1 --held-out 0.1"),
+        ("parts", "train", "--shards 2 --held-out 0.1"),
+        ("test", "test", "--shards 1 --held-out 0"),
+    ):
+        words = ["partition", str(source / images), "--only", CLASSES, *options.split()]
+        _made(work / f"{folder}-photos", words)
+        words = ["encode", str(work / f"{folder}-photos"), "--resolution", "16"]
+        _made(work / folder, words)
+    return work / "all", work / "parts", Measure(work / "all", work / "test")
 
 
 def _made(out: Path, words: Sequence[str]) -> None:
