@@ -392,31 +392,27 @@ def _begun(
 
     Times of the caller's own may have several above the experts' end, each a step.
     """
-    times, begin, now, done = (
-        plan.times_of(batch),
-        plan.begin_of_batch(batch),
-        float(plan.times[0]),
-        0,
-    )
+    times, begin, now = plan.times_of(batch), plan.begin_of_batch(batch), float(plan.times[0])
+    done = 0
 
-    def carried(x: Tensor, of: Batch, guidance: Guidance, then: float) -> Tensor:
-        return first_step(plan.model, x, now, then, of.expert, of.conditions, guidance)
+    def carried(x: Tensor, of: Batch, guidance: Guidance, s: float, t: float) -> Tensor:
+        return first_step(plan.model, x, s, t, of.expert, of.conditions, guidance)
 
     while now > begin and done < len(times) - 1:
-        then = max(begin, float(times[done + 1]))
+        following = float(times[done + 1])
+        then = max(begin, following)
         if source is None:
-            x = carried(x, batch, plan.guidance, then)
+            x = carried(x, batch, plan.guidance, now, then)
         else:
             # The states of `edit` are pictures. The step is affine: without noise it is its mean over noise.
             noised = (1 - now) * x
-            moved = carried(noised, batch, plan.guidance, then)
-            x = x + moved - carried(noised, source, Guidance(1.0), then)
+            moved = carried(noised, batch, plan.guidance, now, then)
+            x = x + moved - carried(noised, source, Guidance(1.0), now, then)
         now = then
-        if float(times[done + 1]) >= begin:
+        if following >= begin:
             x = on_step(done, x)
             done += 1
-    below = times[done + 1 :]
-    return x, torch.cat([times.new_tensor([now]), below]), done
+    return x, torch.cat([times.new_tensor([now]), times[done + 1 :]]), done
 
 
 def _source_of(plan: Plan, batch: Batch, conditions: Conditions, x: Tensor, s: float) -> Batch:
