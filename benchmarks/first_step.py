@@ -1,9 +1,9 @@
 """``python -m benchmarks.first_step <question>``: what the closed-form first step is worth.
 
-``pictures`` trains DDPM experts with the schedules of Stable Diffusion and DDPM, and compares samples that
-begin at t = 1 with a network with samples that begin at the end of the schedule, at equal calls. ``mixtures``
-compares two rules for an expert above its end, in a mix with an expert that covers all of t: today's, and to
-leave it out. There experts are exact, and so is the solution.
+``single`` trains DDPM experts with the schedules of Stable Diffusion and DDPM, and compares samples that begin
+at t = 1 with a network with samples that begin at the end of the expert, at equal calls. ``mixed`` compares two
+rules for an expert above its end, in a mix with an expert that covers all of t: today's, and to leave it out.
+``mixtures`` does so for experts that are exact, as is the solution.
 """
 
 import copy
@@ -46,64 +46,66 @@ RECIPES = {
 }
 CLASSES = "deer,horse,airplane,automobile"
 DEVICE = "--device cpu --threads 1"
-CALLS, NOISES, NUM = (8, 15, 25), 3, 1000
+CALLS, NOISES, NUM = (8, 15, 25), 2, 1000
 """Calls of the network per sample, seeds of initial noise, and samples per seed."""
 MIXED_CALLS, PAIRS, STATES, EXACT_STEPS = (15, 25, 50), 12, 400, 400
 STRATEGIES = ("full", "top-1", "nucleus-0.9")
 TODAY, LEFT_OUT = "today's rule", "left out above its end"
 
 
+CifarOption = Annotated[
+    Path | None, typer.Option(help="CIFAR-10 as train/CLASS/*.jpg and test/…; else digits.")
+]
+
+
 @app.command()
-def pictures(
+def single(
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs/first-step"),
     seeds: SeedsOption = 3,
-    cifar: Annotated[
-        Path | None, typer.Option(help="CIFAR-10 as train/CLASS/*.jpg and test/…; else digits.")
-    ] = None,
-    mixed: Annotated[bool, typer.Option(help="Also mix an expert with one of flow.")] = True,
+    cifar: CifarOption = None,
 ) -> None:
-    """Single experts, and mixes with a flow expert, on pictures."""
+    """One expert, from t = 1 and from its end."""
     start = Start(results, work, seeds=seeds)
-    work.mkdir(parents=True, exist_ok=True)
-    data = "digits" if cifar is None else "cifar10"
-    whole, parts, found = _digits(work) if cifar is None else _cifar(cifar, work)
-    recipe = RECIPES[data].split()
-    lines = [
-        f"# The first step, on {data}",
-        "",
-        f"Fréchet distance of {NUM:,} samples to held-out images, features of a classifier of the training "
-        f"images: mean and standard deviation of {seeds} training seeds, each the mean of {NOISES} seeds of "
-        "noise. Adams-Moulton; both ways have the same noise.",
-        "",
-    ]
-    content: dict[str, Any] = {"threads": torch.get_num_threads(), "single": {}}
+    data = Pictures(work, cifar)
+    lines = data.head("The first step of one expert", seeds)
+    content: dict[str, Any] = {"threads": torch.get_num_threads()}
     for name in SCHEDULES:
         experts = []
         for seed in range(seeds):
-            experts.append(_trained(work, f"{name}-{seed}", whole / "shard_0", name, seed, recipe))
+            experts.append(data.trained(f"{name}-{seed}", data.whole, name, seed))
         for calibrated in (True, False):
             title = f"{name}, {'calibrated' if calibrated else 'not calibrated'}"
-            figures = _single(experts, calibrated, found)
-            content["single"][title] = figures
+            figures = _single(experts, calibrated, data.measure)
+            content[title] = figures
             lines += [f"## {title}, end of schedule t = {experts[0].range[1]:.4f}", ""]
             lines += [*_table("calls", figures), ""]
-            print("\n".join(lines[-12:]), flush=True)
+            print("\n".join(lines[-7:]), flush=True)
+    typer.echo(start.write(f"first-step-{data.name}", lines, content))
+
+
+@app.command()
+def mixed(
+    results: ResultsOption = RESULTS,
+    work: WorkOption = Path("runs/first-step"),
+    seeds: SeedsOption = 3,
+    cifar: CifarOption = None,
+) -> None:
+    """An expert that ends at t = 0.936 mixed with one of flow, by the router of moments."""
+    start = Start(results, work, seeds=seeds)
+    data = Pictures(work, cifar)
+    lines = data.head("An expert above its end, mixed with one of flow", seeds)
     models = []
-    for seed in range(seeds if mixed else 0):
+    for seed in range(seeds):
         pair = [
-            _trained(work, f"p0-sd-{seed}", parts / "shard_0", "sd", seed, recipe),
-            _trained(work, f"p1-flow-{seed}", parts / "shard_1", None, seed, recipe),
+            data.trained(f"p0-sd-{seed}", data.parts / "shard_0", "sd", seed),
+            data.trained(f"p1-flow-{seed}", data.parts / "shard_1", None, seed),
         ]
         models.append(pair)
-    if not mixed:
-        typer.echo(start.write(f"first-step-{data}", lines, content))
-        return
-    content["mixed"] = _mixed(models, found)
-    lines += [f"## sd and flow, mixed, {CALLS[-1]} calls", ""]
-    lines += [*_table("strategy", content["mixed"]), ""]
-    print("\n".join(lines[-8:]), flush=True)
-    typer.echo(start.write(f"first-step-{data}", lines, content))
+    figures = _mixed(models, data.measure)
+    lines += [f"{CALLS[-1]} calls.", "", *_table("strategy", figures)]
+    content = {"threads": torch.get_num_threads(), "figures": figures}
+    typer.echo(start.write(f"first-step-mixed-{data.name}", lines, content))
 
 
 @app.command()
@@ -132,48 +134,60 @@ def mixtures(results: ResultsOption = RESULTS) -> None:
     typer.echo(start.write("first-step-mixtures", lines, content))
 
 
-def _digits(work: Path) -> tuple[Path, Path, "Measure"]:
-    """Partitions of the digits into one shard and into two, and the distance to those that are held out."""
-    _made(work / "digits", ["data", "digits"])
-    training = work / "digits" / "train"
-    for folder, count in (("all", 1), ("parts", 2)):
-        words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
-        _made(work / folder, words)
-    return work / "all", work / "parts", Measure(training, work / "digits" / "held_out")
+class Pictures:
+    """The digits, or four classes of CIFAR-10 at 16×16 pixels, in one shard and in two."""
 
+    def __init__(self, work: Path, cifar: Path | None) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        self._work = work
+        self.name = "digits" if cifar is None else "cifar10"
+        self.whole, self.parts = work / "all" / "shard_0", work / "parts"
+        if cifar is None:
+            _made(work / "digits", ["data", "digits"])
+            training, held_out = work / "digits" / "train", work / "digits" / "held_out"
+            for folder, count in (("all", 1), ("parts", 2)):
+                words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
+                _made(work / folder, words)
+        else:
+            training, held_out = work / "all", work / "test"
+            for folder, images, options in (
+                ("all", "train", "--shards 1 --held-out 0.1"),
+                ("parts", "train", "--shards 2 --held-out 0.1"),
+                ("test", "test", "--shards 1 --held-out 0"),
+            ):
+                words = ["partition", str(cifar / images), "--only", CLASSES, *options.split()]
+                _made(work / f"{folder}-photos", words)
+                words = ["encode", str(work / f"{folder}-photos"), "--resolution", "16"]
+                _made(work / folder, words)
+        self.measure = Measure(training, held_out)
 
-def _cifar(source: Path, work: Path) -> tuple[Path, Path, "Measure"]:
-    """The same for four classes of CIFAR-10, at 16×16 pixels."""
-    for folder, images, options in (
-        ("all", "train", "--shards 1 --held-out 0.1"),
-        ("parts", "train", "--shards 2 --held-out 0.1"),
-        ("test", "test", "--shards 1 --held-out 0"),
-    ):
-        words = ["partition", str(source / images), "--only", CLASSES, *options.split()]
-        _made(work / f"{folder}-photos", words)
-        words = ["encode", str(work / f"{folder}-photos"), "--resolution", "16"]
-        _made(work / folder, words)
-    return work / "all", work / "parts", Measure(work / "all", work / "test")
+    def head(self, title: str, seeds: int) -> list[str]:
+        """Title and first paragraph of a result."""
+        text = (
+            f"Fréchet distance of {NUM:,} samples to held-out images, features of a classifier of the "
+            f"training images: mean and standard deviation of {seeds} training seeds, each the mean of "
+            f"{NOISES} seeds of noise. Adams-Moulton; both columns have the same noise."
+        )
+        return [f"# {title}, on {self.name}", "", text, ""]
+
+    def trained(self, name: str, shard: Path, schedule: str | None, seed: int) -> VelocityField:
+        """An expert of a shard, on one of `SCHEDULES` or by flow matching; trained unless it is there."""
+        words = ["train", "expert", str(shard), "--objective", "flow"]
+        if schedule is not None:
+            folder = self._work / f"{schedule}-schedule"
+            DDPMScheduler(**SCHEDULES[schedule]).save_pretrained(folder)
+            words = [*words[:-1], "ddpm", "--schedule", str(folder / "scheduler_config.json")]
+        recipe = [*RECIPES[self.name].split(), *DEVICE.split()]
+        _made(self._work / name, [*words, "--seed", str(seed), *recipe])
+        model = hddm.load(self._work / name)
+        assert isinstance(model, VelocityField)
+        return model
 
 
 def _made(out: Path, words: Sequence[str]) -> None:
     """Run a command of hddm unless its output is there."""
     if not out.exists():
         run_words([*words, "--out", str(out)])
-
-
-def _trained(
-    work: Path, name: str, shard: Path, schedule: str | None, seed: int, recipe: Sequence[str]
-) -> VelocityField:
-    """An expert of a shard, on one of `SCHEDULES` or by flow matching; trained unless it is there."""
-    words = ["train", "expert", str(shard), "--objective", "flow"]
-    if schedule is not None:
-        folder = work / f"{schedule}-schedule"
-        DDPMScheduler(**SCHEDULES[schedule]).save_pretrained(folder)
-        file = folder / "scheduler_config.json"
-        words = [*words[:-1], "ddpm", "--schedule", str(file)]
-    _made(work / name, [*words, "--seed", str(seed), *recipe, *DEVICE.split()])
-    return hddm.load(work / name)
 
 
 class Measure:
