@@ -1,8 +1,9 @@
 """``python -m benchmarks.first_step <question>``: what the closed-form first step is worth.
 
-``single`` trains DDPM experts with the schedules of Stable Diffusion and DDPM, and compares samples that begin
-at t = 1 with a network with samples that begin at the end of the expert, at equal calls. ``mixed`` compares two
-rules for an expert above its end, in a mix with an expert that covers all of t: today's, and to leave it out.
+``single`` trains DDPM experts with the schedules of Stable Diffusion and DDPM, and compares samples that
+begin at t = 1 with a network with samples that begin at the end of the expert, at equal calls. ``mixed``
+compares two rules for an expert above its end, in a mix with one that covers all of t: today's, and to leave
+it out.
 ``mixtures`` does so for experts that are exact, as is the solution.
 """
 
