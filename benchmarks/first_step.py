@@ -42,7 +42,7 @@ SCHEDULES = {
 RECIPES = {
     "digits": "--optimizer adamw --steps 1600 --batch-size 32 --learning-rate 8e-3 --ema-decay 0.99 "
     "--size mini",
-    "cifar10": "--optimizer muon --steps 800 --batch-size 64 --learning-rate 1.6e-3 --ema-decay 0.99 "
+    "cifar10": "--optimizer muon --steps 400 --batch-size 64 --learning-rate 1.6e-3 --ema-decay 0.99 "
     "--random-flip --size mini",
 }
 CLASSES = "deer,horse,airplane,automobile"
@@ -115,7 +115,6 @@ def mixtures(results: ResultsOption = RESULTS) -> None:
     start = Start(results)
     lines = [
         "# An expert above the end of its schedule, in a mix with one that covers all of t",
-        "",
         f"Root mean square distance of {STATES} samples from the exact flow of all the data, mean and "
         f"standard deviation over {PAIRS} pairs of mixtures of Gaussians in 8 dimensions.",
         "",
@@ -169,7 +168,7 @@ class Pictures:
             f"training images: mean and standard deviation of {seeds} training seeds, each the mean of "
             f"{NOISES} seeds of noise. Adams-Moulton; both columns have the same noise."
         )
-        return [f"# {title}, on {self.name}", "", text, ""]
+        return [f"# {title}, on {self.name}", text, ""]
 
     def trained(self, name: str, shard: Path, schedule: str | None, seed: int) -> VelocityField:
         """An expert of a shard, on one of `SCHEDULES` or by flow matching; trained unless it is there."""
