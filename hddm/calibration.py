@@ -140,6 +140,17 @@ class Moments:
         along, rest = self.split(x_t - (1 - t) * mean)
         return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - mean
 
+    def flow(self, x_s: Tensor, s: float, t: float, labels: Tensor | None = None) -> Tensor:
+        """States (N, D) at time t, to which states ``x_s`` (N, D) at time s flow along `velocity`.
+
+        x_t = (1 - t) m + U sqrt(((1 - t)² c + t²) / ((1 - s)² c + s²)) U^T (x_s - (1 - s) m)
+        """
+        mean = self.mean_of(labels)
+        before = (1 - s) ** 2 * self.variances + s**2
+        gain = (((1 - t) ** 2 * self.variances + t**2) / before).sqrt()
+        along, rest = self.split(x_s - (1 - s) * mean)
+        return (gain[:-1] * along) @ self.basis.T + gain[-1] * rest + (1 - t) * mean
+
     def log_likelihood(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi)."""
         t = t[:, None]

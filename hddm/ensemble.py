@@ -56,7 +56,7 @@ class Ensemble(Parts):
             ensemble loaded from a folder uses the one recorded there.
         prior: p(k) (K,) in any unit, in place of the parts' weights: ``draw`` draws from it, and the
             correction by class divides by it. Values of a domain's experts add up.
-        shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
+        shift: of the time grid that its samples want (`hddm.times.time_grid`).
 
     Raises:
         HddmError: for no experts or such that do not go together, a strategy that is unknown or not for them,

@@ -24,7 +24,8 @@ from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
 from hddm.networks.families import sample_settings
-from hddm.solvers import OnStep, Solver, Velocity, unchanged
+from hddm.solvers import OnStep, Solver, unchanged
+from hddm.times import end_of, first_step, time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream
 
@@ -178,7 +179,9 @@ class Plan:
     grid_steps: int
     """Steps from t = 1 to 0, of which a picture needs the last ones only."""
     times: Tensor
-    """Times from 1, or from the strength of a picture, to 0, in float64."""
+    """Times from 1, or from the strength of a picture, to 0, in float64, for experts that cover them."""
+    shift: float | None
+    """Of the time grid; None where its times are the caller's own."""
     guidance: Guidance
     noise: Noise
     shape: tuple[int, ...] | None
@@ -196,6 +199,31 @@ class Plan:
     def dtype(self) -> torch.dtype:
         """Dtype of states and samples."""
         return state_dtype(self.model)
+
+    def begin_of(self, expert: int | None) -> float:
+        """The time at which networks begin: for samples of one expert, or of all experts mixed.
+
+        It is the expert's end, or the largest of them, where samples do not begin below it.
+        """
+        experts = range(len(self.model.experts)) if expert is None else [expert]
+        end = max(end_of(self.model, k) for k in experts)
+        return min(end, float(self.times[0]))
+
+    def times_of(self, batch: "Batch") -> Tensor:
+        """Times of the steps of a batch, from `begin_of` its experts to 0, in float64.
+
+        Samples that begin there or below have the plan's own ``times``; others have as many steps below.
+        """
+        begin = self.begin_of_batch(batch)
+        if self.shift is None or begin == self.times[0]:
+            return self.times
+        return time_grid(self.steps, self.shift, begin)
+
+    def begin_of_batch(self, batch: "Batch") -> float:
+        """`begin_of` the experts of a batch; they have one, but for times of the caller's own."""
+        if batch.expert is None:
+            return self.begin_of(self.expert)
+        return max(self.begin_of(k) for k in batch.expert.unique().tolist())
 
     def shape_of(self, expert: int) -> tuple[int, ...]:
         """Shape (C, H, W) of a sample of this expert.
@@ -308,8 +336,9 @@ def _integrate(
     use: ExpertUse | None = None,
     is_checked: bool = False,
 ) -> Tensor:
-    model, solver, times, picture = plan.model, plan.solver, plan.times, plan.picture(batch.kind)
+    model, solver, picture = plan.model, plan.solver, plan.picture(batch.kind)
     x, s = plan.start(batch.numbers, batch.rows, batch.kind)
+    source: Batch | None = None
     if picture is not None:
         fresh, picture = (
             plan.noise.fresh(batch.numbers, tuple(x.shape[1:])),
@@ -317,18 +346,28 @@ def _integrate(
         )
         solver = picture.solver(solver, fresh)
         if picture.source is not None:
-            source = _source_velocity(plan, batch, picture.source, x, s, stop, is_checked)
-            solver, x = edit(solver, picture.x_0, source, fresh), picture.x_0.to(x).expand_as(x)
+            source = _source_of(plan, batch, picture.source, x, s)
+            unguided = replace(plan, guidance=Guidance(1.0))
+            beside = _Walk(model, unguided, source, unchanged, stop, None, is_checked)
+
+            def source_velocity(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+                return torch.zeros_like(x) if stop() else beside.velocity(x, now, then)
+
+            solver = edit(solver, picture.x_0, source_velocity, fresh)
+            x = picture.x_0.to(x).expand_as(x)
     x = x.to(model.device, torch.promote_types(plan.dtype, x.dtype))
     if use is not None:
         use.kept = batch.expert
     if stop():
         return x
+    x, times, done = _begun(plan, batch, source, x, on_step)
     above = 0
     if batch.expert is None and model.commits_at is not None:
         above = int((times > model.commits_at + SAME).sum())
         if above:
-            walk = _Walk(model.under("full"), plan, batch, on_step, stop, use, is_checked)
+            above = min(above, len(times) - 1)
+            full = model.under("full")
+            walk = _Walk(full, plan, batch, _later(on_step, done), stop, use, is_checked)
             x = solver(walk.velocity, x, times[: above + 1], walk.on_step_unless_stopped)
         # States that are not finite have no probabilities; the second pass finds who made them.
         if above == len(times) - 1 or stop() or not x.isfinite().all():
@@ -337,24 +376,47 @@ def _integrate(
         batch = replace(batch, expert=pick_experts(posterior, plan.noise.draws(batch.numbers)))
         if use is not None:
             use.kept = batch.expert
-
-    def later(index: int, x: Tensor) -> Tensor:
-        return on_step(above + index, x)
-
-    walk = _Walk(model, plan, batch, later, stop, use, is_checked)
+    walk = _Walk(model, plan, batch, _later(on_step, done + above), stop, use, is_checked)
     return solver(walk.velocity, x, times[above:], walk.on_step_unless_stopped)
 
 
-def _source_velocity(
-    plan: Plan,
-    batch: Batch,
-    conditions: Conditions,
-    x: Tensor,
-    s: float,
-    stop: Callable[[], bool],
-    is_checked: bool,
-) -> Velocity:
-    """Velocity of a picture (noised to x at s) under the conditions that describe it, without guidance."""
+def _later(on_step: OnStep, done: int) -> OnStep:
+    """The ``on_step`` of steps that come after ``done`` others."""
+    return lambda index, x: on_step(done + index, x)
+
+
+def _begun(
+    plan: Plan, batch: Batch, source: Batch | None, x: Tensor, on_step: OnStep
+) -> tuple[Tensor, Tensor, int]:
+    """The states x (n, …) at which networks begin, the times of their steps, and the steps that are done.
+
+    Times of the caller's own may have several above the experts' end, each a step.
+    """
+    times, begin, now = plan.times_of(batch), plan.begin_of_batch(batch), float(plan.times[0])
+    done = 0
+
+    def carried(x: Tensor, of: Batch, guidance: Guidance, s: float, t: float) -> Tensor:
+        return first_step(plan.model, x, s, t, of.expert, of.conditions, guidance)
+
+    while now > begin and done < len(times) - 1:
+        following = float(times[done + 1])
+        then = max(begin, following)
+        if source is None:
+            x = carried(x, batch, plan.guidance, now, then)
+        else:
+            # The states of `edit` are pictures. The step is affine: without noise it is its mean over noise.
+            noised = (1 - now) * x
+            moved = carried(noised, batch, plan.guidance, now, then)
+            x = x + moved - carried(noised, source, Guidance(1.0), now, then)
+        now = then
+        if following >= begin:
+            x = on_step(done, x)
+            done += 1
+    return x, torch.cat([times.new_tensor([now]), times[done + 1 :]]), done
+
+
+def _source_of(plan: Plan, batch: Batch, conditions: Conditions, x: Tensor, s: float) -> Batch:
+    """The same samples under ``conditions`` that describe their pictures, noised to x at s."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
     given, settings = batch.conditions.given, sample_settings()
@@ -364,10 +426,7 @@ def _source_velocity(
         expert = pick_experts(
             posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers)
         )
-    unguided = replace(plan, guidance=Guidance(1.0))
-    own = replace(batch, conditions=conditions, expert=expert)
-    walk = _Walk(model, unguided, own, unchanged, stop, None, is_checked)
-    return lambda x, now, then: torch.zeros_like(x) if stop() else walk.velocity(x, now, then)
+    return replace(batch, conditions=conditions, expert=expert)
 
 
 @dataclass

@@ -36,32 +36,10 @@ from hddm.solvers import (
     unchanged,
 )
 from hddm.strategies import refuse_void, void_since
+from hddm.times import time_grid as time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
-
-
-def time_grid(steps: int, shift: float = 1.0) -> Tensor:
-    """``steps`` + 1 times from 1 to 0, in float64.
-
-        t = shift u / (1 + (shift - 1) u),   u evenly spaced
-
-    A shift above 1 spends more steps on noise (SD3, arXiv:2403.03206, equation 23). It is applied here
-    and nowhere else.
-
-    Raises:
-        HddmError: for steps below 1, a shift that is not positive and finite, or one so far from 1 that
-            neighbouring times are equal.
-    """
-    if steps < 1:
-        raise HddmError(f"`steps` {steps}: must be 1 or more")
-    u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    times = shift * u / (1 + (shift - 1) * u)
-    if not (times.diff() < 0).all():
-        raise HddmError(
-            f"`shift` {shift:g}: must be positive, and near enough to 1 for {steps} steps"
-        )
-    return times
 
 
 def resolve_solver(
@@ -155,9 +133,10 @@ def plan(
     Args:
         model: an ensemble, or one expert, which is an ensemble of one.
         steps: number of solver steps, evenly spaced in t if the shift is 1; by default 25, or a student's.
+            They begin at the end of the experts, below t = 1 for some (`hddm.times`).
         solver: a name or a function, see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for
             students of few steps, with a mask and in edits.
-        shift: see `time_grid`.
+        shift: see `hddm.times.time_grid`.
         strategy: instead of the ensemble's own; see `hddm.strategies`.
         expert: use this expert alone; at times outside its range, the other expert of its domain runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
@@ -197,7 +176,8 @@ def plan(
     solver_name, solver = resolve_solver(model, solver, first)
     if times is None:
         grid_steps = steps if steps is not None else model.sampling_steps or DEFAULT_STEPS
-        times = time_grid(grid_steps, model.shift if shift is None else shift)
+        shift = model.shift if shift is None else shift
+        times = time_grid(grid_steps, shift)
         times = times if first is None else first.times(times)
         is_edit = first is not None and first.source is not None
         if is_edit and model.commits_at is not None and expert is None:
@@ -219,6 +199,7 @@ def plan(
         solver_name=solver_name,
         grid_steps=grid_steps,
         times=times,
+        shift=shift,
         guidance=guidance,
         noise=noise() if callable(noise) else noise,
         shape=shape,
@@ -233,8 +214,8 @@ def batches(
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
     If drawn samples need several batches, they are sorted by domain, so that each expert gets large batches.
-    A batch holds samples of one kind, and of one domain where experts are offloaded, so that each expert is
-    brought to the device once.
+    A batch holds samples of one kind and of one time grid (`Plan.times_of`), and of one domain where experts
+    are offloaded, so that each expert is brought to the device once.
 
     Raises:
         HddmError: for conditions or a picture of another length than ``numbers``, experts that cannot be
@@ -261,12 +242,7 @@ def batches(
         shares = model.shares_of(num, conditions.given, conditions.prior)
         used = None if shares is None else shares.sum(0).nonzero()[:, 0]
     model.require(plan.guidance, conditions.given, used)
-    groups = [torch.arange(num)]
-    if chosen is not None and (is_apart or is_offloaded(one.network for one in model.experts)):
-        keys = chosen if is_apart else torch.tensor(model.domains)[chosen]
-        groups = [(keys == k).nonzero()[:, 0] for k in keys.unique().tolist()]
-    elif chosen is not None and num > size:
-        groups = [torch.tensor(model.domains)[chosen].argsort(stable=True)]
+    groups = _groups(plan, chosen, num, size, is_apart)
 
     def grouped() -> Iterator[Batch]:
         for group in groups:
@@ -280,6 +256,27 @@ def batches(
 
     # All that can be refused was refused above, before the first batch is taken.
     return grouped()
+
+
+def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bool) -> list[Tensor]:
+    """Rows of samples that may share batches of ``size``; ``chosen`` (num,) is the expert of each."""
+    if chosen is None:
+        return [torch.arange(num)]
+    model, domains = plan.model, torch.tensor(plan.model.domains)
+    if is_apart:
+        keys = chosen
+    elif is_offloaded(one.network for one in model.experts):
+        keys = domains[chosen]
+    else:
+        begins = [plan.begin_of(k) for k in range(len(model.experts))]
+        keys = torch.tensor(begins, dtype=torch.float64)[chosen]
+    groups = []
+    for key in keys.unique().tolist():
+        rows = (keys == key).nonzero()[:, 0]
+        if len(rows) > size:
+            rows = rows[domains[chosen[rows]].argsort(stable=True)]
+        groups.append(rows)
+    return groups
 
 
 def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str | None:
@@ -356,7 +353,7 @@ def sample(
         guidance_scale: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         prior: (num, K) distribution of the expert of each sample, in place of p(k | class).
-        shift: see `time_grid`; by default the model's.
+        shift: see `hddm.times.time_grid`; by default the model's.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
             experts can amplify.
         shape: (C, H, W) of a sample, for a model that has none of its own.
@@ -431,7 +428,8 @@ def integrate(
     Args:
         model: an expert or an ensemble.
         x: on any device.
-        times: see `time_grid`.
+        times: see `hddm.times.time_grid`. No network runs above the end of the experts, where
+            `hddm.times.first_step` leads from each time to the next.
         conditions: on the model's device.
         expert: (batch,) the one expert of each sample; ``draw`` and ``commit-x`` need it.
         on_step: see `hddm.solvers`.

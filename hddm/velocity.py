@@ -133,7 +133,7 @@ class VelocityField:
             dimension; guidance falls back on it where no ``negative`` is provided.
         sample_shape: shape (C, H, W) of a sample; by default read off ``network.config``.
         classes: names of the classes that ``class_labels`` counts.
-        shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
+        shift: of the time grid that its samples want (`hddm.times.time_grid`).
         weak: the same expert with weights of an early step of its training, to guide by.
         noise_range: (low, high) in t, the part of [0, 1] that it was trained for.
         sampling_steps: number of steps of a student of few steps; None for any other expert. A student's
@@ -371,6 +371,20 @@ class VelocityField:
                 "sample it in an ensemble with an expert of the remaining range (hddm assemble)"
             )
 
+    @property
+    def end(self) -> float:
+        """The t from which on samples follow this expert, if they begin with noise: at most its range's end.
+
+        Without a calibration a network of noise ends at 1 - 1/G, G = `MAX_GAIN`, since above its errors count
+        more than G times. A schedule that only `SINGULAR_MARGIN` keeps from t = 1 ends there.
+        """
+        high = self.range[1]
+        if high >= 1 - SINGULAR_MARGIN:
+            return 1.0
+        if self.prediction.is_of_noise and self.calibration is None:
+            return min(high, 1 - 1 / MAX_GAIN)
+        return high
+
     def covers(self, t: Tensor) -> Tensor:
         """True (n,) where this expert of its domain runs: low <= t < high, and t = high = 1 too."""
         low, high = self.noise_range
@@ -378,16 +392,22 @@ class VelocityField:
 
     def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         x = x_t.to(torch.promote_types(x_t.dtype, torch.float32))
-        raw = self.raw_velocity(x, t, conditions)
-        if self.calibration is None:
+        raw, calibration = self.raw_velocity(x, t, conditions), self.calibration_of(x)
+        if calibration is None:
             return raw
-        if self.sample_shape is not None and x_t.shape[1:] != self.sample_shape:
+        bound = MAX_GAIN if self.prediction.is_of_noise else None
+        return calibration.apply(raw, x, t, conditions.get(LABELS), bound)
+
+    def calibration_of(self, x: Tensor) -> Calibration | None:
+        """Its calibration; `HddmError` where that is of samples of another shape than states (batch, …)."""
+        if self.calibration is None:
+            return None
+        if self.sample_shape is not None and x.shape[1:] != self.sample_shape:
             raise HddmError(
-                f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}; "
+                f"its calibration is of samples {self.sample_shape}, not of {tuple(x.shape[1:])}; "
                 "sample at that size"
             )
-        bound = MAX_GAIN if self.prediction.is_of_noise else None
-        return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)
+        return self.calibration
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""

@@ -10,6 +10,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 import hddm
+from hddm.calibration import Calibration, Moments
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.assembly import assemble
@@ -22,7 +23,7 @@ from hddm.networks.families import known_family
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.schedules import LinearSchedule
+from hddm.schedules import LinearSchedule, from_diffusers
 from hddm.settings import Conversion
 from tests.artefacts import edit_json
 from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
@@ -71,6 +72,28 @@ def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network
     if "encoder_hidden_states" in interface.conditions:
         nulls["encoder_hidden_states"] = torch.zeros(77, made.config.text_dim)
     return Expert(made, ExpertRecord.model_validate(stated | dict(facts or {})), None, nulls)
+
+
+def three_ends() -> list[Expert]:
+    """Three experts, whose schedules end where Stable Diffusion's does, where DDPM's does, and at t = 1."""
+    experts = []
+    for k, betas in enumerate((SD_BETAS, {"beta_schedule": "linear"})):
+        config = from_diffusers(DDPMScheduler(**betas)).config
+        facts = {"prediction_type": "v_prediction", "schedule": config, "time_scale": 1.0}
+        experts.append(flow_expert(k, facts))
+    return [*experts, flow_expert(2)]
+
+
+def calibration_of(seed: int = 0, shape: Sequence[int] = (3, 4, 4)) -> Calibration:
+    """A calibration of random data of this shape, which acts from t = 0.9 on."""
+    noise = torch.Generator().manual_seed(seed)
+    data = torch.randn(40, 1, *shape[1:], generator=noise) + torch.randn(
+        40, *shape, generator=noise
+    )
+    moments = Moments.of(data / 2 + 0.1 * seed)
+    weights = torch.zeros(3, len(moments.variances))
+    weights[-1] = 1
+    return Calibration(moments, torch.tensor([0, 0.9, 1]), weights)
 
 
 def saved(folder: Path, expert: Expert) -> Path:

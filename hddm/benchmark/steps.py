@@ -41,6 +41,8 @@ class StepKind(NamedTuple):
     """Progress of a step, about its milliseconds on one core."""
     units_an_image: float = 0.0
     """Further progress for each image that it is trained on, or makes."""
+    version: int = 1
+    """Part of its steps' identities from 2 on; raised when this verb alone computes something else."""
 
 
 _TRAINING = StepKind(is_seeded=True, continues=("--resume", "--allow-config-change"), learns=True)
@@ -48,11 +50,14 @@ STEP_KINDS = {
     "train expert": _TRAINING._replace(is_training=True, units_an_image=3.0),
     "train router": _TRAINING._replace(is_training=True, units_an_image=0.4),
     "train all": _TRAINING._replace(is_of_unknown_cost=True),
-    "distill": _TRAINING._replace(is_training=True, units_an_image=3.0),
+    # From version 2 on, samples and trajectories begin with the first step of `hddm.times`.
+    "distill": _TRAINING._replace(is_training=True, units_an_image=3.0, version=2),
     "convert": StepKind(is_of_unknown_cost=True),
     "calibrate": StepKind(learns=True, units=10_000),
     # Images of another device are not continued but replaced.
-    "sample": StepKind(is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0),
+    "sample": StepKind(
+        is_seeded=True, continues=("--resume", "--overwrite"), units_an_image=25.0, version=2
+    ),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
     "data old-model": StepKind(is_of_unknown_cost=True, units=30_000),
@@ -287,7 +292,8 @@ class Step:
         for name, value in self.values.items():
             if name not in _FREE:
                 seen[name] = self.identified(value)
-        return hash_of([NUMERICS, self.verb, seen])
+        versions = [] if self.kind.version == 1 else [self.kind.version]
+        return hash_of([NUMERICS, self.verb, seen, *versions])
 
     def identified(self, value: Any) -> Any:
         """A value with the identity of a step for its folder, and the content of a file for its path."""

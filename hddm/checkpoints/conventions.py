@@ -4,8 +4,7 @@ Schedule and prediction type come from the first of: the user (``--schedule``, `
 preset); a preset that the file means; the scheduler config beside the weights (a missing key has its class's
 documented default, which is printed); what the file's own tensors and header say; the one rule of a layout's
 code. Where statements contradict each other, or there is none, the conversion stops and asks. The shift in a
-flow-match scheduler's config is applied once, by `hddm.sampling.time_grid`; no training schedule depends on
-it.
+flow-match scheduler's config is applied once, by `hddm.times.time_grid`; no training schedule depends on it.
 """
 
 import math

@@ -211,7 +211,7 @@ class EnsembleRecord(Record):
     """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
     strategy: str = "draw"
     shift: PositiveNumber = 1.0
-    """Shift of the time grid (`hddm.sampling.time_grid`)."""
+    """Shift of the time grid (`hddm.times.time_grid`)."""
 
     @property
     def learned(self) -> str | None:

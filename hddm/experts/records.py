@@ -148,7 +148,7 @@ class ExpertRecord(SparseRecord):
     unread_text_encoder: UnreadTextEncoder | None = None
     """The text encoder that the source holds, where hddm cannot read it."""
     shift: AboveZero = 1.0
-    """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
+    """Shift of the time grid that its samples want (`hddm.times.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None
     """Steps of a student of few steps, whose network predicts mean velocities (`hddm.training.mean_flow`)."""
     noise_range: NoiseRange = WHOLE

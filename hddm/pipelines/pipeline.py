@@ -439,18 +439,18 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         images: Any = [None] * num
 
         made = []
+        times = how.times
 
         def on_step(index: int, x: Tensor) -> Tensor:
             bar.update()
             if callback_on_step_end is None:
                 return x
-            outcome = callback_on_step_end(
-                self, index, 1000 * float(how.times[index]), {"latents": x}
-            )
+            outcome = callback_on_step_end(self, index, 1000 * float(times[index]), {"latents": x})
             return (outcome or {}).get("latents", x).to(x)
 
         fitting = Fitting("images")
         for batch in batches(how, range(start, start + num), repeats, num):
+            times = how.times_of(batch)
 
             def part(first: int, end: int, batch: Batch = batch) -> Tensor:
                 whole = end - first == len(batch.rows)

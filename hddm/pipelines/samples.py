@@ -41,7 +41,7 @@ from hddm.utils.records import SAMPLING_FILE, model_hash
 from hddm.utils.tensors import available_device, dtype_on, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
-FORMAT = "1.6"
+FORMAT = "1.7"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
@@ -71,9 +71,9 @@ def sample_to_folder(
     """Sample an expert, an ensemble or the Paris release into a folder.
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
-    ``sampling.json``: settings, shift of the time grid, use of the experts over time, and which expert made
-    which image. With ``grid``, a sheet of the images is written beside it (`write_sheet`), and a line about
-    it is returned.
+    ``sampling.json``: settings, shift of the time grid and the time at which networks begin, use of the
+    experts over time, and which expert made which image. With ``grid``, a sheet of the images is written
+    beside it (`write_sheet`), and a line about it is returned.
 
     A killed run keeps its complete batches; ``resume`` continues it to the same bytes, on the same machine
     and versions. Raises `HddmError` for an existing ``out``, an unfinished run without ``resume`` or with
@@ -98,7 +98,7 @@ def sample_to_folder(
     run = _Run(source, pipeline, settings, how)
     _say_unused(settings)
     settings = settings.model_copy(update=_what_runs(settings, how))
-    record = _record(source, settings, pipeline, run.cycles.given)
+    record = _record(source, settings, pipeline, run.cycles.given) | {"begins_at": _begins_at(how)}
     sheet, identity = sheet_path(out), _identity(record)
     is_finished = resume and not overwrite and (out / SAMPLING_FILE).is_file()
     if is_finished:
@@ -159,6 +159,20 @@ def _what_runs(settings: SampleSettings, how: Plan) -> dict[str, Any]:
         "strength": None if picture is None else picture.strength,
         "resampling_steps": None if picture is None or picture.mask is None else picture.repeats,
     }
+
+
+def _begins_at(how: Plan) -> float | list[float] | None:
+    """The time at which networks begin, after the first step (`hddm.times`); None where there is none.
+
+    It is a list, of each expert in order, where every image has an expert of its own and these differ.
+    """
+    if how.expert is None and how.model.strategy == "draw":
+        found = [how.begin_of(k) for k in range(len(how.model.experts))]
+    else:
+        found = [how.begin_of(how.expert)]
+    if min(found) == float(how.times[0]):
+        return None
+    return found[0] if len(set(found)) == 1 else found
 
 
 def _say_unused(settings: SampleSettings) -> None:

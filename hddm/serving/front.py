@@ -399,11 +399,9 @@ class Front:
             given, negative = batch.conditions.given, batch.conditions.negative
             shared = how.model.conditions_by_expert(how.guidance, negative, given)
             guidance, *conditions = shared[k]
-            times = tuple(how.times.tolist())
-            seed = cast(Seeded, how.noise).seed
-            job = SampleJob(
-                seed, tuple(batch.numbers), times, how.solver_name, guidance, *conditions
-            )
+            seed, shift = cast(Seeded, how.noise).seed, cast(float, how.shift)
+            method = (how.grid_steps, shift, how.solver_name, guidance)
+            job = SampleJob(seed, tuple(batch.numbers), *method, *conditions)
             return await self._ask(k, job)
         is_left = False
 

@@ -167,7 +167,10 @@ class Panel:
         self, how: Plan, batch: Batch, use: ExpertUse, show: Callable[[], object]
     ) -> OnStep:
         """An ``on_step`` that keeps the weights of each step, the images, and previews if there is time."""
-        images, times = [self.images[row] for row in batch.rows.tolist()], how.times.tolist()
+        images, times = (
+            [self.images[row] for row in batch.rows.tolist()],
+            how.times_of(batch).tolist(),
+        )
         before: Tensor | None = None
         due = 0.0
 

@@ -69,8 +69,8 @@ class SampleJob:
 
     seed: int
     indices: tuple[int, ...]
-    times: tuple[float, ...]
-    """As in `hddm.running.Plan`."""
+    steps: int
+    shift: float
     solver: str
     guidance: Guidance
     negative: Tensors
@@ -79,7 +79,7 @@ class SampleJob:
     @property
     def like(self) -> Hashable:
         """Equal for jobs that can be computed together."""
-        how = (self.times, self.solver, self.guidance)
+        how = (self.steps, self.shift, self.solver, self.guidance)
         return SampleJob, how, _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
@@ -231,10 +231,10 @@ class Worker:
             shape = expert.sample_shape
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
             x = torch.cat([Seeded(job.seed).initial(job.indices, shape) for job in drawn])
-            times = torch.tensor(first.times, dtype=torch.float64)
             how = plan(
                 expert,
-                times=times,
+                steps=first.steps,
+                shift=first.shift,
                 solver=first.solver,
                 guidance=first.guidance,
                 noise=Latents(x=x),

@@ -14,7 +14,7 @@ The loss of a sample is e/(e + c)^p, of its mean squared error e and without gra
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from hddm.ensemble import Ensemble
 from hddm.predictions import PathPoint, Prediction
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
+from hddm.times import end_of
 from hddm.training.loop import StepInputs
 from hddm.training.objectives import conditions_in
 from hddm.training.settings import DistillRecipe
@@ -81,10 +82,13 @@ def solve(
     The file is one teacher's. Raises `HddmError` as `hddm.sampling.integrate`.
     """
     times = plan(teacher, steps=GRID).times[list(SOLVED)]
+    ends = [end_of(teacher, k) for k in range(len(teacher.experts))]
     known = {name: value.contiguous() for name, value in conditions.items()}
-    known["numbers"] = torch.tensor(
-        [num, seed, guidance_scale, *times.tolist()], dtype=torch.float64
-    )
+    numbers = [num, seed, guidance_scale, *times.tolist()]
+    if min(ends) < 1:
+        # They began with networks at t = 1 before there was a first step.
+        numbers += ends
+    known["numbers"] = torch.tensor(numbers, dtype=torch.float64)
     if file is not None and file.exists():
         kept = read_safetensors(file)
         states = kept.pop("states")
@@ -95,7 +99,7 @@ def solve(
             return Trajectories(states, times)
     states = torch.empty(num, len(times), *shape)
     with Progress(num * (len(times) - 1), "solve the teacher's trajectories") as progress:
-        for rows in torch.arange(num).split(_BATCH):
+        for rows in _alike(num, conditions.get("expert"), ends):
             x = Seeded(seed).initial(rows.tolist(), shape, Use.TRAJECTORY_NOISE)
             states[rows, 0] = x
 
@@ -111,6 +115,16 @@ def solve(
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times)
+
+
+def _alike(num: int, expert: Tensor | None, ends: Sequence[float]) -> list[Tensor]:
+    """Rows of ``num`` trajectories in batches, each of experts (num,) whose schedules have one end."""
+    if expert is None:
+        return list(torch.arange(num).split(_BATCH))
+    own, found = torch.tensor(ends, dtype=torch.float64)[expert], []
+    for end in own.unique().tolist():
+        found += (own == end).nonzero()[:, 0].split(_BATCH)
+    return found
 
 
 def _are_equal(found: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> bool:

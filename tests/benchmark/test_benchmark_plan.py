@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hddm.benchmark import steps as steps_module
 from hddm.benchmark.file import TAKEN, BenchmarkFile, preset_names, read_benchmark
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.run import commands
@@ -54,6 +55,21 @@ def test_a_step_is_a_command_line_with_defaults_seed_and_folders(data: Path) -> 
         "scores/real",
         "samples/single-model",
     }
+
+
+def test_samples_on_the_grid_from_all_noise_are_made_again_and_no_training_is(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {name: step.identity for name, step in _steps(data).items()}
+    for verb in ("sample", "distill"):
+        assert steps_module.STEP_KINDS[verb].version == 2
+        kind = steps_module.STEP_KINDS[verb]._replace(version=1)
+        monkeypatch.setitem(steps_module.STEP_KINDS, verb, kind)
+    before = {name: step.identity for name, step in _steps(data).items()}
+    changed = {name.partition("/")[0] for name in now if now[name] != before[name]}
+    assert changed >= {"samples", "scores"}
+    assert not changed & {"parts", "flow", "flow-0", "single", "router"}
+    assert now["scores/real"] == before["scores/real"]
 
 
 def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_path: Path) -> None:

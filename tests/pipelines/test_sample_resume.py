@@ -12,7 +12,7 @@ from hddm.pipelines import samples
 from hddm.utils.files import sha256_of
 from hddm_cli.app import app
 from tests.artefacts import Command, contents, copied, edit_json, largest_file
-from tests.ensemble_files import edit_members
+from tests.ensemble_files import edit_members, three_ends, write_ensemble
 
 OPTIONS = (
     "--num-images",
@@ -214,6 +214,43 @@ def test_a_finished_run_of_the_format_before_is_finished(
     )
     assert hddm("sample", *options, "--resume")[0] == 0
     assert "is finished" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "begins_at"),
+    [
+        (("--strategy", "draw"), [0.936, 0.994, 1.0]),
+        (("--strategy", "full"), None),
+        (("--expert", "0"), 0.936),
+        (("--expert", "2"), None),
+    ],
+    ids=str,
+)
+def test_the_record_says_where_networks_begin_and_older_runs_of_such_experts_are_refused(
+    options: tuple[str, ...], begins_at: object, tmp_path: Path, hddm: Command
+) -> None:
+    out, file = tmp_path / "out", tmp_path / "out/sampling.json"
+    source = write_ensemble(tmp_path / "whole", three_ends(), "draw")
+    words = [source, "--num-images", 6, "--steps", 2, *options, "--out", out]
+    assert hddm("sample", *words)[0] == 0
+    record = json.loads(file.read_text())
+    assert record["begins_at"] == (begins_at and pytest.approx(begins_at, abs=1e-3))
+    # A finished run of the format before, on the grid from t = 1.
+    del record["begins_at"]
+    file.write_text(json.dumps(record | {"format": "1.6"}))
+    code, _, error = hddm("sample", *words, "--resume")
+    assert (code, "holds samples of other options" in error) == (
+        (0, False) if begins_at is None else (1, True)
+    )
+
+
+def test_an_unfinished_run_of_the_format_before_is_refused(
+    interrupted: Path, ensemble: Path, hddm: Command
+) -> None:
+    edit_json(interrupted.with_name(".out.sampling") / "draft.json", format="1.6")
+    code, _, error = hddm("sample", ensemble, *OPTIONS, "--out", interrupted, "--resume")
+    assert (code, "holds an unfinished sampling of other options" in error) == (1, True)
+    assert hddm("sample", ensemble, *OPTIONS, "--out", interrupted, "--overwrite")[0] == 0
 
 
 def test_a_part_that_a_power_failure_spoilt_is_made_again(

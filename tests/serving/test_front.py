@@ -12,6 +12,7 @@ import shutil
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ from tests.artefacts import refusal
 from tests.ensemble_files import (
     CLASSES,
     WEIGHTS,
+    calibration_of,
     flow_expert,
     saved,
+    three_ends,
     write_ensemble,
     write_mixed,
     write_text,
@@ -530,3 +533,19 @@ def malformed() -> list[tuple[str, str, bytes]]:
         (method, path, b"") for method in ("GET", "PUT", "DELETE", "OPTIONS") for path in paths
     ]
     return [("POST", IMAGES, body) for body in bodies] + others
+
+
+def test_experts_of_ddpm_begin_where_hddm_sample_does(tmp_path: Path) -> None:
+    """Two ends of schedules and one of t = 1; the first step of a mix is the front's own."""
+    folders = []
+    for k, expert in enumerate(three_ends()):
+        whole = replace(expert, calibration=calibration_of(k))
+        folders.append(saved(tmp_path / f"one{k}", whole))
+    for number, strategy in ((3, "draw"), (2, "full")):
+        out = tmp_path / strategy
+        assemble(folders[:number], out, strategy=strategy, router="moments")
+        front = front_of(out, batching=False)
+        made = sampled(out, tmp_path / f"{strategy}-samples", num_images=6)
+        assert files_in(ask(front, prompt="", n=6)) == made
+        assert len({*made}) == 6
+        assert all(handle.jobs for handle in front.workers)

@@ -1,0 +1,332 @@
+"""``python -m benchmarks.first_step <question>``: what the closed-form first step is worth.
+
+``single`` trains DDPM experts with the schedules of Stable Diffusion and DDPM, and compares samples that
+begin at t = 1 with a network with samples that begin at the end of the expert, at equal calls. ``mixed``
+compares two rules for an expert above its end, in a mix with one that covers all of t: today's, and to leave
+it out.
+``mixtures`` does so for experts that are exact, as is the solution.
+"""
+
+import copy
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from diffusers import DDPMScheduler
+from torch import Tensor
+
+import hddm
+from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
+from hddm.data.images import to_bytes, to_unit_range
+from hddm.evaluation.features import FeatureExtractor, open_extractor
+from hddm.evaluation.images import read_data
+from hddm.evaluation.measures import Gaussian, frechet_distance
+from hddm.routers import MomentsRouter
+from hddm.sampling import integrate, sample, time_grid
+from hddm.solvers import SOLVERS
+from hddm.velocity import VelocityField
+from hddm_cli.app import run_words
+from tests.cases import LINEAR, case_named, oracle_field
+from tests.oracles import GaussianMixture, exact_router
+
+app = typer.Typer(help="What the first step is worth.", no_args_is_help=True, add_completion=False)
+
+SCHEDULES = {
+    "sd": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+    "ddpm": {"beta_schedule": "linear"},
+}
+RECIPES = {
+    "digits": "--optimizer adamw --steps 1600 --batch-size 32 --learning-rate 8e-3 --ema-decay 0.99 "
+    "--size mini",
+    "cifar10": "--optimizer muon --steps 400 --batch-size 64 --learning-rate 1.6e-3 --ema-decay 0.99 "
+    "--random-flip --size mini",
+}
+CLASSES = "deer,horse,airplane,automobile"
+DEVICE = "--device cpu --threads 1"
+CALLS, NOISES, NUM = (8, 15, 25), 2, 1000
+"""Calls of the network per sample, seeds of initial noise, and samples per seed."""
+MIXED_CALLS, PAIRS, STATES, EXACT_STEPS = (15, 25, 50), 12, 400, 400
+STRATEGIES = ("full", "top-1", "nucleus-0.9")
+TODAY, LEFT_OUT = "today's rule", "left out above its end"
+
+
+CifarOption = Annotated[
+    Path | None, typer.Option(help="CIFAR-10 as train/CLASS/*.jpg and test/…; else digits.")
+]
+
+
+@app.command()
+def single(
+    results: ResultsOption = RESULTS,
+    work: WorkOption = Path("runs/first-step"),
+    seeds: SeedsOption = 3,
+    cifar: CifarOption = None,
+) -> None:
+    """One expert, from t = 1 and from its end."""
+    start = Start(results, work, seeds=seeds)
+    data = Pictures(work, cifar)
+    lines = data.head("The first step of one expert", seeds)
+    content: dict[str, Any] = {"threads": torch.get_num_threads()}
+    for name in SCHEDULES:
+        experts = []
+        for seed in range(seeds):
+            experts.append(data.trained(f"{name}-{seed}", data.whole, name, seed))
+        for calibrated in (True, False):
+            title = f"{name}, {'calibrated' if calibrated else 'not calibrated'}"
+            figures = _single(experts, calibrated, data.measure)
+            content[title] = figures
+            lines += [f"## {title}, end of schedule t = {experts[0].range[1]:.4f}", ""]
+            lines += [*_table("calls", figures), ""]
+            print("\n".join(lines[-7:]), flush=True)
+    typer.echo(start.write(f"first-step-{data.name}", lines, content))
+
+
+@app.command()
+def mixed(
+    results: ResultsOption = RESULTS,
+    work: WorkOption = Path("runs/first-step"),
+    seeds: SeedsOption = 3,
+    cifar: CifarOption = None,
+) -> None:
+    """An expert that ends at t = 0.936 mixed with one of flow, by the router of moments."""
+    start = Start(results, work, seeds=seeds)
+    data = Pictures(work, cifar)
+    lines = data.head("An expert above its end, mixed with one of flow", seeds)
+    models = []
+    for seed in range(seeds):
+        pair = [
+            data.trained(f"p0-sd-{seed}", data.parts / "shard_0", "sd", seed),
+            data.trained(f"p1-flow-{seed}", data.parts / "shard_1", None, seed),
+        ]
+        models.append(pair)
+    figures = _mixed(models, data.measure)
+    lines += [f"{CALLS[-1]} calls.", "", *_table("strategy", figures)]
+    content = {"threads": torch.get_num_threads(), "figures": figures}
+    typer.echo(start.write(f"first-step-mixed-{data.name}", lines, content))
+
+
+@app.command()
+def mixtures(results: ResultsOption = RESULTS) -> None:
+    """Exact experts of two shards, mixed by the exact router, in float64."""
+    start = Start(results)
+    lines = [
+        "# An expert above the end of its schedule, in a mix with one that covers all of t",
+        f"Root mean square distance of {STATES} samples from the exact flow of all the data, mean and "
+        f"standard deviation over {PAIRS} pairs of mixtures of Gaussians in 8 dimensions.",
+        "",
+    ]
+    content: dict[str, Any] = {"threads": torch.get_num_threads()}
+    for name in ("sd-scaled-linear", "ddpm-linear"):
+        figures: dict[str, dict[str, list[float]]] = {}
+        for calls in (*MIXED_CALLS, EXACT_STEPS):
+            figures[str(calls)] = {TODAY: [], LEFT_OUT: []}
+        for pair in range(PAIRS):
+            for rule, calls, error in _exact_errors(name, pair):
+                figures[str(calls)][rule].append(error)
+        content[name] = figures
+        end = case_named(name).schedule.range[1]
+        lines += [f"## {name}, end of schedule t = {end:.4f}", "", *_table("calls", figures), ""]
+    print("\n".join(lines), flush=True)
+    typer.echo(start.write("first-step-mixtures", lines, content))
+
+
+class Pictures:
+    """The digits, or four classes of CIFAR-10 at 16×16 pixels, in one shard and in two."""
+
+    def __init__(self, work: Path, cifar: Path | None) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        self._work = work
+        self.name = "digits" if cifar is None else "cifar10"
+        self.whole, self.parts = work / "all" / "shard_0", work / "parts"
+        if cifar is None:
+            _made(work / "digits", ["data", "digits"])
+            training, held_out = work / "digits" / "train", work / "digits" / "held_out"
+            for folder, count in (("all", 1), ("parts", 2)):
+                words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
+                _made(work / folder, words)
+        else:
+            training, held_out = work / "all", work / "test"
+            for folder, images, options in (
+                ("all", "train", "--shards 1 --held-out 0.1"),
+                ("parts", "train", "--shards 2 --held-out 0.1"),
+                ("test", "test", "--shards 1 --held-out 0"),
+            ):
+                words = ["partition", str(cifar / images), "--only", CLASSES, *options.split()]
+                _made(work / f"{folder}-photos", words)
+                words = ["encode", str(work / f"{folder}-photos"), "--resolution", "16"]
+                _made(work / folder, words)
+        self.measure = Measure(training, held_out)
+
+    def head(self, title: str, seeds: int) -> list[str]:
+        """Title and first paragraph of a result."""
+        text = (
+            f"Fréchet distance of {NUM:,} samples to held-out images, features of a classifier of the "
+            f"training images: mean and standard deviation of {seeds} training seeds, each the mean of "
+            f"{NOISES} seeds of noise. Adams-Moulton; both columns have the same noise."
+        )
+        return [f"# {title}, on {self.name}", text, ""]
+
+    def trained(self, name: str, shard: Path, schedule: str | None, seed: int) -> VelocityField:
+        """An expert of a shard, on one of `SCHEDULES` or by flow matching; trained unless it is there."""
+        words = ["train", "expert", str(shard), "--objective", "flow"]
+        if schedule is not None:
+            folder = self._work / f"{schedule}-schedule"
+            DDPMScheduler(**SCHEDULES[schedule]).save_pretrained(folder)
+            words = [*words[:-1], "ddpm", "--schedule", str(folder / "scheduler_config.json")]
+        recipe = [*RECIPES[self.name].split(), *DEVICE.split()]
+        _made(self._work / name, [*words, "--seed", str(seed), *recipe])
+        model = hddm.load(self._work / name)
+        assert isinstance(model, VelocityField)
+        return model
+
+
+def _made(out: Path, words: Sequence[str]) -> None:
+    """Run a command of hddm unless its output is there."""
+    if not out.exists():
+        run_words([*words, "--out", str(out)])
+
+
+class Measure:
+    """Fréchet distance to held-out images, on features of a classifier of the training images."""
+
+    def __init__(self, images: Path, held_out: Path) -> None:
+        groups = read_data({"reference": images, "held_out": held_out})
+        training, fresh = groups["reference"].images, groups["held_out"].images
+        self._extractor: FeatureExtractor = open_extractor(
+            "classifier", training, len(fresh.pixels)
+        )
+        self._real = self._gaussian(fresh.pixels)
+
+    def __call__(self, samples: Tensor) -> float:
+        return frechet_distance(self._gaussian(to_bytes(samples)), self._real)
+
+    def _gaussian(self, pixels: Tensor) -> Gaussian:
+        features = self._extractor.features(to_unit_range(pixels))
+        return Gaussian.of(features.double().numpy())
+
+
+def _noise(field: VelocityField, seed: int) -> Tensor:
+    assert field.sample_shape is not None
+    return torch.randn(NUM, *field.sample_shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _from_one(model: VelocityField, x: Tensor, calls: int) -> Tensor:
+    """Samples on the grid from t = 1, where networks run above the end of their schedule too."""
+
+    def velocity(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+        return model.velocity(x, now.expand(len(x)))
+
+    return SOLVERS["adams-moulton"](velocity, x, time_grid(calls))
+
+
+def _from_end(model: VelocityField, x: Tensor, calls: int) -> Tensor:
+    """Samples on the grid from the end of the schedule, after the first step."""
+    times = torch.cat([time_grid(1)[:1], time_grid(calls, first=model.end)])
+    return integrate(model, x, times, solver="adams-moulton")
+
+
+def _single(
+    experts: Sequence[VelocityField], calibrated: bool, measure: Measure
+) -> dict[str, dict[str, list[float]]]:
+    """Distances of both ways to begin, by calls, one per training seed: the mean over noises."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    ways = {"from t = 1": _from_one, "with the first step": _from_end}
+    for calls in CALLS:
+        figures[str(calls)] = {way: [] for way in ways}
+    for one in experts:
+        field = copy.copy(one)
+        if not calibrated:
+            field.calibration = None
+        for calls, (way, samples) in itertools.product(CALLS, ways.items()):
+            found = [measure(samples(field, _noise(field, seed), calls)) for seed in range(NOISES)]
+            figures[str(calls)][way].append(statistics.mean(found))
+    return figures
+
+
+class LeavingOut:
+    """A router that gives experts above the end of their schedule no probability, if another is left."""
+
+    def __init__(self, router: Callable[[Tensor, Tensor], Tensor], ends: Sequence[float]) -> None:
+        self._router, self._ends = router, torch.tensor(ends, dtype=torch.float64)
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+        found = self._router(x_t, t)
+        covered = t.double().cpu()[:, None] <= self._ends
+        kept = found * covered.to(found)
+        return kept / kept.sum(1, keepdim=True)
+
+
+def _mixed(
+    models: Sequence[Sequence[VelocityField]], measure: Measure
+) -> dict[str, dict[str, list[float]]]:
+    """Distances of both rules, by strategy, one per training seed: the mean over noises."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    for strategy in STRATEGIES:
+        figures[strategy] = {TODAY: [], LEFT_OUT: []}
+    for pair in models:
+        moments = [one.calibration.moments for one in pair if one.calibration is not None]
+        router = MomentsRouter(moments, [1.0, 1.0])
+        leaving = LeavingOut(router, [one.range[1] for one in pair])
+        for rule, route in ((TODAY, router), (LEFT_OUT, leaving)):
+            model = hddm.Ensemble(list(pair), route)
+            for strategy in STRATEGIES:
+                found = []
+                for seed in range(NOISES):
+                    found.append(
+                        measure(sample(model, NUM, seed, CALLS[-1], strategy, batch_size=NUM))
+                    )
+                figures[strategy][rule].append(statistics.mean(found))
+    return figures
+
+
+def _exact_errors(name: str, pair: int) -> list[tuple[str, int, float]]:
+    """Rule, calls and error of samples of one pair of shards."""
+    shape, prior = (1, 2, 4), [0.5, 0.5]
+    shards = [GaussianMixture.random(seed=2 * pair + k, modes=3, dim=8) for k in range(2)]
+    whole = GaussianMixture.union(shards, prior)
+    fields = [
+        oracle_field(shards[0], case_named(name), "epsilon", sample_shape=shape),
+        oracle_field(shards[1], LINEAR, sample_shape=shape),
+    ]
+    generator = torch.Generator().manual_seed(pair)
+    x = torch.randn(STATES, *shape, generator=generator, dtype=torch.float64)
+
+    def exactly(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+        return whole.velocity(x, now.expand(len(x)))
+
+    target = SOLVERS["heun"](exactly, x, time_grid(EXACT_STEPS))
+    router = exact_router(shards, prior)
+    leaving = LeavingOut(router, [one.range[1] for one in fields])
+    found = []
+    for rule, route in ((TODAY, router), (LEFT_OUT, leaving)):
+        model = hddm.Ensemble(fields, route, "full")
+        for calls in (*MIXED_CALLS, EXACT_STEPS):
+            made = integrate(model, x, time_grid(calls), solver="adams-moulton")
+            found.append((rule, calls, (made - target).square().mean().sqrt().item()))
+    return found
+
+
+def _table(head: str, figures: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """Means and standard deviations, and the difference of the second way from the first, by pairs."""
+    first, second = next(iter(figures.values()))
+    lines = [f"| {head} | {first} | {second} | difference |", "|---|---:|---:|---:|"]
+    for row, found in figures.items():
+        apart = [b - a for a, b in zip(found[first], found[second], strict=True)]
+        cells = [_spread(values) for values in (found[first], found[second], apart)]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return lines
+
+
+def _spread(values: Sequence[float]) -> str:
+    digits = 2 if max(map(abs, values)) >= 1 else 4
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.{digits}f} (s {deviation:.{digits}f})"
+
+
+if __name__ == "__main__":
+    main(app)
