@@ -23,7 +23,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
-from hddm.networks.offload import is_offloaded
+from hddm.networks.offload import holder_of, is_offloaded
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -230,8 +230,8 @@ def batches(
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
     If drawn samples need several batches, they are sorted by domain, so that each expert gets large batches.
-    A batch holds samples of one kind, and of one domain where experts are offloaded, so that each expert is
-    brought to the device once.
+    A batch holds samples of one kind. Where experts are offloaded, their domains need the same weights too, as
+    LoRA experts of one base do, so that each expert is brought to the device once.
 
     Raises:
         HddmError: for conditions or a picture of another length than ``numbers``, experts that cannot be
@@ -260,7 +260,7 @@ def batches(
     model.require(plan.guidance, conditions.given, used)
     groups = [torch.arange(num)]
     if chosen is not None and (is_apart or is_offloaded(one.network for one in model.experts)):
-        keys = chosen if is_apart else torch.tensor(model.domains)[chosen]
+        keys = chosen if is_apart else torch.tensor(_by_weights(model))[chosen]
         groups = [(keys == k).nonzero()[:, 0] for k in keys.unique().tolist()]
     elif chosen is not None and num > size:
         groups = [torch.tensor(model.domains)[chosen].argsort(stable=True)]
@@ -277,6 +277,17 @@ def batches(
 
     # All that can be refused was refused above, before the first batch is taken.
     return grouped()
+
+
+def _by_weights(model: Ensemble) -> list[int]:
+    """For each expert the first one of a domain that needs the same weights on the device."""
+    needed = dict[int, set[int]]()
+    for domain, one in zip(model.domains, model.experts, strict=True):
+        needed.setdefault(domain, set()).add(id(holder_of(one.network) or one.network))
+    first = dict[frozenset[int], int]()
+    for domain, weights in needed.items():
+        first.setdefault(frozenset(weights), domain)
+    return [first[frozenset(needed[domain])] for domain in model.domains]
 
 
 def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str | None:

@@ -1,0 +1,405 @@
+"""Networks that share the weights of one base and differ by low-rank additions (LoRA).
+
+The base is there once, and of every adapter its two factors. In one call of the base, a layer with weight W
+gives row i of the batch, whose adapter is a,
+
+    W x_i + b + (alpha_a/rank_a) B_a A_a x_i,
+
+which is what the merged weight W + alpha/rank B A gives, up to rounding. Rows whose adapters have factors of
+equal shapes are multiplied together, each by its own. Linear layers, convolutions and the packed projections
+of `hddm.networks.layers.Attention` can be shared; `unshareable` says which weights cannot.
+"""
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hddm.networks.layers import Attention
+from hddm.networks.offload import Shelf, StoredNetwork, Tensors
+
+log = logging.getLogger(__name__)
+
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+"""A (rank, …) and alpha/rank B (out, rank, …) by the name of the weight that they change."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank change of weights: ``read(dtype)`` gives its factors, ``shapes`` theirs by name."""
+
+    read: Callable[[torch.dtype], Factors]
+    shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in all factors."""
+        total = 0
+        for down, up in self.shapes.values():
+            total += torch.Size(down).numel() + torch.Size(up).numel()
+        return total
+
+
+class NotShared(Exception):
+    """A call in which an adapter's part of a layer could not be added."""
+
+
+def unshareable(network: nn.Module, weights: Iterable[str]) -> list[str]:
+    """Those of ``weights``, by name, whose layer computes something that cannot be added to row by row."""
+    return [name for name in weights if not _can_share(*_layer_of(network, name))]
+
+
+def _layer_of(network: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return network.get_submodule(owner), leaf
+
+
+def _can_share(layer: nn.Module, leaf: str) -> bool:
+    if isinstance(layer, Attention):
+        return leaf == "in_proj_weight"
+    # A subclass with a forward of its own may use its weight in another way.
+    forward = type(layer).forward
+    if isinstance(layer, nn.Conv2d) and forward is nn.Conv2d.forward:
+        return leaf == "weight" and layer.groups == 1 and layer.padding_mode == "zeros"
+    return isinstance(layer, nn.Linear) and forward is nn.Linear.forward and leaf == "weight"
+
+
+@dataclass
+class _Span:
+    """Rows ``start`` to ``stop`` of a call whose adapters have factors of equal shapes."""
+
+    start: int
+    stop: int
+    adapters: list[int]
+    """Of each row."""
+    factors: list[Factors]
+    """Of each row."""
+
+    @property
+    def is_of_one(self) -> bool:
+        return len(set(self.adapters)) == 1
+
+    def runs(self) -> list[tuple[int, int]]:
+        """First row and end of every run of rows of one adapter, counted within the span."""
+        found, first = [], 0
+        for row in range(1, len(self.adapters) + 1):
+            if row == len(self.adapters) or self.adapters[row] != self.adapters[first]:
+                found.append((first, row))
+                first = row
+        return found
+
+
+@dataclass
+class _Running:
+    """The call that a thread runs: its number of rows, their adapters, and the weights added to so far."""
+
+    rows: int
+    spans: list[_Span]
+    added: set[str] = field(default_factory=set)
+
+
+class SharedNetwork(StoredNetwork):
+    """A base network, of which every row of a call runs with an adapter of its own.
+
+    Args:
+        network: the base; it is copied, without weights.
+        adapters: of the networks that share it.
+        read, origin, dtype, device, shelf: as in `StoredNetwork`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        adapters: Sequence[Adapter],
+        read: Callable[[torch.dtype], Tensors],
+        origin: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shelf: Shelf,
+    ) -> None:
+        self.adapters = tuple(adapters)
+        super().__init__(copy.deepcopy(network), read, origin, dtype, device, shelf)
+        self._loaded = dict[int, Factors]()
+        self._waiting = dict[tuple[int, torch.dtype], Factors]()
+        self._thread = threading.local()
+        self.users: list[AdaptedNetwork] = []
+        names = dict[str, None]()
+        for adapter in self.adapters:
+            names |= dict.fromkeys(adapter.shapes)
+        for name in names:
+            layer, _ = _layer_of(self.network, name)
+            if isinstance(layer, Attention):
+                layer.addition = partial(self._add_to_projection, name)
+            else:
+                layer.register_forward_hook(partial(self._add_to_layer, name))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the base's weights and of all adapters on the device."""
+        factors = sum(adapter.numel for adapter in self.adapters)
+        return super().size + factors * self.placement.element_size()
+
+    def run_rows(
+        self, adapters: Sequence[int | None], *inputs: Tensor, **conditions: Tensor
+    ) -> Any:
+        """The output for inputs whose row i runs with ``adapters[i]``, or with the base as it is for None.
+
+        Raises `NotShared` where a layer is not called with one row of numbers for each row of the batch.
+        """
+        if self.shelf.offload == "none":
+            return self._run(adapters, *inputs, **conditions)
+        with self.shelf.lock:
+            return self._run(adapters, *inputs, **conditions)
+
+    def _run(self, adapters: Sequence[int | None], *inputs: Tensor, **conditions: Tensor) -> Any:
+        self.shelf.bring(self)
+        running = _Running(len(adapters), self._spans(adapters))
+        self._thread.running = running
+        try:
+            output = self.network(*inputs, **conditions)
+        finally:
+            self._thread.running = None
+        for adapter in {one for one in adapters if one is not None}:
+            missing = self.adapters[adapter].shapes.keys() - running.added
+            if missing:
+                # Its weights may have been used in another way than by a call of the layer.
+                raise NotShared(f"{min(missing)!r} was not called as a layer")
+        return output
+
+    def _spans(self, adapters: Sequence[int | None]) -> list[_Span]:
+        spans = list[_Span]()
+        for row, adapter in enumerate(adapters):
+            if adapter is None:
+                continue
+            factors = self.factors(adapter)
+            last = spans[-1] if spans else None
+            if last is None or last.stop != row or not self._are_alike(last.adapters[0], adapter):
+                spans.append(_Span(row, row + 1, [adapter], [factors]))
+                continue
+            last.stop = row + 1
+            last.adapters.append(adapter)
+            last.factors.append(factors)
+        return spans
+
+    def _are_alike(self, one: int, other: int) -> bool:
+        return one == other or self.adapters[one].shapes == self.adapters[other].shapes
+
+    def factors(self, adapter: int) -> Factors:
+        """The factors of an adapter on the device, read when first needed."""
+        with self.shelf.lock:
+            if adapter not in self._loaded:
+                key = (adapter, self.dtype)
+                found = self._waiting.get(key)
+                if found is None:
+                    found = self.adapters[adapter].read(self.dtype)
+                if self.shelf.offload == "ram":
+                    self._waiting[key] = found
+                to, there = self.placement.device, dict[str, tuple[Tensor, Tensor]]()
+                for name, (down, up) in found.items():
+                    there[name] = down.to(to), up.to(to)
+                self._loaded[adapter] = there
+            return self._loaded[adapter]
+
+    def move_to(self, shelf: Shelf) -> None:
+        super().move_to(shelf)
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._loaded.clear()
+
+    def separate(self, reason: str) -> None:
+        """Give every network that shares this one merged weights of its own, and say the reason."""
+        sharing = [user for user in self.users if user.is_sharing]
+        if sharing:
+            text = f"{len(sharing)} experts of one base run with merged weights, each in the memory of a"
+            log.warning("%s: %s whole network: %s", self.origin, text, reason)
+        for user in sharing:
+            user.separate()
+
+    def _add_to_layer(self, name: str, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        running = self._running(name, inputs[0] if inputs else None)
+        if running is None:
+            return
+        for span in running.spans:
+            if name not in span.factors[0]:
+                continue
+            downs, ups = _of_rows(span, name)
+            x, part = inputs[0][span.start : span.stop], output[span.start : span.stop]
+            if isinstance(layer, nn.Conv2d):
+                _add_convolution(part, x, layer, span, downs, ups)
+            else:
+                _add_product(part, x, span, downs, ups)
+
+    def _add_to_projection(self, name: str, x: Tensor, output: Tensor, part: slice) -> None:
+        running = self._running(name, x)
+        if running is None:
+            return
+        for span in running.spans:
+            if name not in span.factors[0]:
+                continue
+            downs, ups = _of_rows(span, name)
+            rows = slice(span.start, span.stop)
+            _add_product(output[rows], x[rows], span, downs, [up[part] for up in ups])
+
+    def _running(self, name: str, x: Tensor | None) -> _Running | None:
+        """The call of this thread, in which ``name`` is now added to; None outside of one."""
+        running: _Running | None = getattr(self._thread, "running", None)
+        if running is None:
+            return None
+        if not isinstance(x, Tensor) or len(x) != running.rows:
+            raise NotShared(f"{name!r} is not called with one input for each row of the batch")
+        running.added.add(name)
+        return running
+
+
+def _of_rows(span: _Span, name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """A and B of each row."""
+    downs, ups = [], []
+    for factors in span.factors:
+        down, up = factors[name]
+        downs.append(down)
+        ups.append(up)
+    return downs, ups
+
+
+def _add_product(
+    output: Tensor, x: Tensor, span: _Span, downs: Sequence[Tensor], ups: Sequence[Tensor]
+) -> None:
+    """Add B A x to ``output`` (n, …, out) in place, for x (n, …, in) and the factors of each row."""
+    if span.is_of_one:
+        flat = x.reshape(-1, x.shape[-1])
+        into, inner = output.view(-1, output.shape[-1]), flat @ downs[0].t()
+        into.addmm_(inner, ups[0].t())
+        return
+    tokens, into = _as_tokens(x), _as_tokens(output)
+    inner = torch.bmm(tokens, torch.stack(list(downs)).transpose(1, 2))
+    into.baddbmm_(inner, torch.stack(list(ups)).transpose(1, 2))
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """A view of x (n, …, width) as (n, tokens, width)."""
+    return x.view(len(x), -1, x.shape[-1]) if x.is_contiguous() else x.flatten(1, -2)
+
+
+def _add_convolution(
+    output: Tensor,
+    x: Tensor,
+    layer: nn.Conv2d,
+    span: _Span,
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+) -> None:
+    """Add B * (A * x) to ``output`` (n, out, H, W) in place, for the factors of each row."""
+    inner = []
+    for first, end in span.runs():
+        # A is a convolution as the layer is, with as many outputs as the rank.
+        part = F.conv2d(
+            x[first:end], downs[first], None, layer.stride, layer.padding, layer.dilation
+        )
+        inner.append(part)
+    joined = torch.cat(inner).flatten(2)
+    wide = torch.stack([up.flatten(1) for up in ups])
+    if output.is_contiguous():
+        output.flatten(2).baddbmm_(wide, joined)
+    else:
+        output += torch.bmm(wide, joined).view(output.shape)
+
+
+class AdaptedNetwork(nn.Module):
+    """A network that is a base with one adapter, in the memory of a base that others share.
+
+    Args:
+        shared: the base with the adapters of all that share it.
+        adapter: index of this network's; None for the base itself.
+        merged: makes a network with the merged weights, on a dtype, a device and a shelf.
+    """
+
+    def __init__(
+        self,
+        shared: SharedNetwork,
+        adapter: int | None,
+        merged: Callable[[torch.dtype, torch.device, Shelf], StoredNetwork],
+    ) -> None:
+        super().__init__()
+        # In a tuple, so that it is no part of every network that shares it.
+        self._held: tuple[SharedNetwork, StoredNetwork | None] = (shared, None)
+        self.adapter, self._merged = adapter, merged
+        shared.users.append(self)
+
+    @property
+    def shared(self) -> SharedNetwork:
+        return self._held[0]
+
+    @property
+    def is_sharing(self) -> bool:
+        """False once it has merged weights of its own."""
+        return self._held[1] is None
+
+    @property
+    def holder(self) -> StoredNetwork:
+        """The network that holds its weights: shared, or its own."""
+        return self._held[1] or self.shared
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Order in which rows of adapters with equal shapes are side by side; the base's come first."""
+        if self.adapter is None:
+            return (-1, -1)
+        adapters = self.shared.adapters
+        alike = [one.shapes == adapters[self.adapter].shapes for one in adapters]
+        return (alike.index(True), self.adapter)
+
+    @property
+    def network(self) -> nn.Module:
+        """A network of this class and config, possibly without weights."""
+        return self.holder.network
+
+    @property
+    def placement(self) -> Tensor:
+        return self.holder.placement
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.holder.dtype
+
+    @property
+    def config(self) -> Any:
+        return self.holder.config
+
+    def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
+        if self.is_sharing:
+            try:
+                return self.shared.run_rows([self.adapter] * len(inputs[0]), *inputs, **conditions)
+            except NotShared as problem:
+                self.shared.separate(str(problem))
+        return self.holder(*inputs, **conditions)
+
+    def separate(self) -> None:
+        """Give it merged weights of its own, read when first needed."""
+        shared = self.shared
+        with shared.shelf.lock:
+            if not self.is_sharing:
+                return
+            own = self._merged(shared.dtype, shared.placement.device, shared.shelf)
+            if shared.is_quantized:
+                own.quantize()
+            self._held = (shared, own)
+            if not any(user.is_sharing for user in shared.users):
+                shared.shelf.remove(shared)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Its own merged weights, brought to the device: whoever takes them may change them."""
+        self.separate()
+        return self.holder.parameters(recurse)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AdaptedNetwork":
+        self.holder._apply(fn, recurse)
+        return self
