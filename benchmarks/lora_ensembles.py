@@ -81,7 +81,7 @@ def build(settings: Settings, work: Path) -> None:
         write_records(
             folder, expert.record.model_copy(update={"adapter": adapter}), dict(expert.nulls)
         )
-    hddm.assemble(adapter_folders(settings, work), work / "ensemble")
+    hddm.assemble(adapter_folders(settings, work), work / "ensemble", trust_components=True)
 
 
 def adapter_folders(settings: Settings, work: Path) -> list[Path]:

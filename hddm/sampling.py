@@ -230,7 +230,7 @@ def batches(
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
     If drawn samples need several batches, they are sorted by domain, so that each expert gets large batches.
-    A batch holds samples of one kind. Where experts are offloaded, their domains need the same weights too, as
+    A batch holds samples of one kind. Where experts are offloaded, their domains need the same weights, as
     LoRA experts of one base do, so that each expert is brought to the device once.
 
     Raises:

@@ -125,6 +125,9 @@ class SharedNetwork(StoredNetwork):
         shelf: Shelf,
     ) -> None:
         self.adapters = tuple(adapters)
+        shapes = [one.shapes for one in self.adapters]
+        self.kinds = tuple(map(shapes.index, shapes))
+        """For each adapter the first one with factors of equal shapes."""
         super().__init__(copy.deepcopy(network), read, origin, dtype, device, shelf)
         self._loaded = dict[int, Factors]()
         self._waiting = dict[tuple[int, torch.dtype], Factors]()
@@ -180,16 +183,14 @@ class SharedNetwork(StoredNetwork):
                 continue
             factors = self.factors(adapter)
             last = spans[-1] if spans else None
-            if last is None or last.stop != row or not self._are_alike(last.adapters[0], adapter):
+            kind = self.kinds[adapter]
+            if last is None or last.stop != row or self.kinds[last.adapters[0]] != kind:
                 spans.append(_Span(row, row + 1, [adapter], [factors]))
                 continue
             last.stop = row + 1
             last.adapters.append(adapter)
             last.factors.append(factors)
         return spans
-
-    def _are_alike(self, one: int, other: int) -> bool:
-        return one == other or self.adapters[one].shapes == self.adapters[other].shapes
 
     def factors(self, adapter: int) -> Factors:
         """The factors of an adapter on the device, read when first needed."""
@@ -233,10 +234,7 @@ class SharedNetwork(StoredNetwork):
                 continue
             downs, ups = _of_rows(span, name)
             x, part = inputs[0][span.start : span.stop], output[span.start : span.stop]
-            if isinstance(layer, nn.Conv2d):
-                _add_convolution(part, x, layer, span, downs, ups)
-            else:
-                _add_product(part, x, span, downs, ups)
+            _add(part, x, layer, span, downs, ups)
 
     def _add_to_projection(self, name: str, x: Tensor, output: Tensor, part: slice) -> None:
         running = self._running(name, x)
@@ -246,8 +244,8 @@ class SharedNetwork(StoredNetwork):
             if name not in span.factors[0]:
                 continue
             downs, ups = _of_rows(span, name)
-            rows = slice(span.start, span.stop)
-            _add_product(output[rows], x[rows], span, downs, [up[part] for up in ups])
+            rows, of_part = slice(span.start, span.stop), [up[part] for up in ups]
+            _add(output[rows], x[rows], None, span, downs, of_part)
 
     def _running(self, name: str, x: Tensor | None) -> _Running | None:
         """The call of this thread, in which ``name`` is now added to; None outside of one."""
@@ -270,23 +268,40 @@ def _of_rows(span: _Span, name: str) -> tuple[list[Tensor], list[Tensor]]:
     return downs, ups
 
 
+def _add(
+    output: Tensor,
+    x: Tensor,
+    layer: nn.Module | None,
+    span: _Span,
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+) -> None:
+    """Add B A x to ``output`` in place, for rows x (n, …) and the factors of each row."""
+    dtype = downs[0].dtype
+    casts = torch.is_autocast_enabled(x.device.type) or not dtype == x.dtype == output.dtype
+    if casts or not output.is_contiguous():
+        own = torch.zeros(output.shape, dtype=dtype, device=output.device)
+        with torch.autocast(x.device.type, enabled=False):
+            _add(own, x.to(dtype), layer, span, downs, ups)
+        output += own.to(output.dtype)
+    elif isinstance(layer, nn.Conv2d):
+        _add_convolution(output, x, layer, span, downs, ups)
+    else:
+        _add_product(output, x, span, downs, ups)
+
+
 def _add_product(
     output: Tensor, x: Tensor, span: _Span, downs: Sequence[Tensor], ups: Sequence[Tensor]
 ) -> None:
-    """Add B A x to ``output`` (n, …, out) in place, for x (n, …, in) and the factors of each row."""
+    """As `_add`, for x (n, …, in) and an output (n, …, out)."""
     if span.is_of_one:
-        flat = x.reshape(-1, x.shape[-1])
-        into, inner = output.view(-1, output.shape[-1]), flat @ downs[0].t()
+        into = output.view(-1, output.shape[-1])
+        inner = x.reshape(-1, x.shape[-1]) @ downs[0].t()
         into.addmm_(inner, ups[0].t())
         return
-    tokens, into = _as_tokens(x), _as_tokens(output)
-    inner = torch.bmm(tokens, torch.stack(list(downs)).transpose(1, 2))
-    into.baddbmm_(inner, torch.stack(list(ups)).transpose(1, 2))
-
-
-def _as_tokens(x: Tensor) -> Tensor:
-    """A view of x (n, …, width) as (n, tokens, width)."""
-    return x.view(len(x), -1, x.shape[-1]) if x.is_contiguous() else x.flatten(1, -2)
+    into = output.view(len(x), -1, output.shape[-1])
+    inner = torch.bmm(x.reshape(len(x), -1, x.shape[-1]), torch.stack(list(downs)).mT)
+    into.baddbmm_(inner, torch.stack(list(ups)).mT)
 
 
 def _add_convolution(
@@ -297,20 +312,13 @@ def _add_convolution(
     downs: Sequence[Tensor],
     ups: Sequence[Tensor],
 ) -> None:
-    """Add B * (A * x) to ``output`` (n, out, H, W) in place, for the factors of each row."""
+    """As `_add`, for x (n, in, H, W) and an output (n, out, H', W'); A is a convolution like the layer's."""
     inner = []
     for first, end in span.runs():
-        # A is a convolution as the layer is, with as many outputs as the rank.
-        part = F.conv2d(
-            x[first:end], downs[first], None, layer.stride, layer.padding, layer.dilation
-        )
-        inner.append(part)
-    joined = torch.cat(inner).flatten(2)
+        rows, down = x[first:end], downs[first]
+        inner.append(F.conv2d(rows, down, None, layer.stride, layer.padding, layer.dilation))
     wide = torch.stack([up.flatten(1) for up in ups])
-    if output.is_contiguous():
-        output.flatten(2).baddbmm_(wide, joined)
-    else:
-        output += torch.bmm(wide, joined).view(output.shape)
+    output.view(*output.shape[:2], -1).baddbmm_(wide, torch.cat(inner).flatten(2))
 
 
 class AdaptedNetwork(nn.Module):
@@ -353,9 +361,7 @@ class AdaptedNetwork(nn.Module):
         """Order in which rows of adapters with equal shapes are side by side; the base's come first."""
         if self.adapter is None:
             return (-1, -1)
-        adapters = self.shared.adapters
-        alike = [one.shapes == adapters[self.adapter].shapes for one in adapters]
-        return (alike.index(True), self.adapter)
+        return (self.shared.kinds[self.adapter], self.adapter)
 
     @property
     def network(self) -> nn.Module:
