@@ -82,10 +82,6 @@ class _Span:
     factors: list[Factors]
     """Of each row."""
 
-    @property
-    def is_of_one(self) -> bool:
-        return len(set(self.adapters)) == 1
-
     def runs(self) -> list[tuple[int, int]]:
         """First row and end of every run of rows of one adapter, counted within the span."""
         found, first = [], 0
@@ -294,11 +290,30 @@ def _add_product(
     output: Tensor, x: Tensor, span: _Span, downs: Sequence[Tensor], ups: Sequence[Tensor]
 ) -> None:
     """As `_add`, for x (n, …, in) and an output (n, …, out)."""
-    if span.is_of_one:
-        into = output.view(-1, output.shape[-1])
-        inner = x.reshape(-1, x.shape[-1]) @ downs[0].t()
-        into.addmm_(inner, ups[0].t())
-        return
+    runs = span.runs()
+    # On a GPU a product for each adapter would wait for its start longer than it takes.
+    if len(runs) == 1 or x.device.type == "cpu":
+        add_by_runs(output, x, runs, downs, ups)
+    else:
+        add_at_once(output, x, downs, ups)
+
+
+def add_by_runs(
+    output: Tensor,
+    x: Tensor,
+    runs: Sequence[tuple[int, int]],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+) -> None:
+    """Add B A x to ``output`` in place, a product for each run of rows of one adapter."""
+    for first, end in runs:
+        into = output[first:end].view(-1, output.shape[-1])
+        inner = x[first:end].reshape(-1, x.shape[-1]) @ downs[first].mT
+        into.addmm_(inner, ups[first].mT)
+
+
+def add_at_once(output: Tensor, x: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor]) -> None:
+    """Add B A x to ``output`` in place, in one product for all rows."""
     into = output.view(len(x), -1, output.shape[-1])
     inner = torch.bmm(x.reshape(len(x), -1, x.shape[-1]), torch.stack(list(downs)).mT)
     into.baddbmm_(inner, torch.stack(list(ups)).mT)

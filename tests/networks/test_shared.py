@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 from hddm.networks.layers import Attention
 from hddm.networks.offload import Shelf, StoredNetwork
-from hddm.networks.shared import AdaptedNetwork, Adapter, SharedNetwork, unshareable
+from hddm.networks.shared import (
+    AdaptedNetwork,
+    Adapter,
+    SharedNetwork,
+    add_at_once,
+    add_by_runs,
+    unshareable,
+)
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 
@@ -117,6 +124,21 @@ def test_rows_in_every_order_have_the_output_of_their_own_merged_layer(kind: str
             for row, adapter in enumerate(rows):
                 expected = models[adapter](x[row : row + 1])[0]
                 torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (6,), (2, 3, 6)])
+def test_the_product_of_gpus_is_that_of_cpus(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, output = torch.randn(4, *shape), torch.randn(4, *shape[:-1], 7)
+    downs, ups = list(torch.randn(3, 2, 6)), list(torch.randn(3, 7, 2))
+    rows = [0, 0, 2, 1]
+    once, by_runs = output.clone(), output.clone()
+    own = [downs[k] for k in rows], [ups[k] for k in rows]
+    add_at_once(once, x, *own)
+    add_by_runs(by_runs, x, [(0, 2), (2, 3), (3, 4)], *own)
+    expected = [output[i] + x[i] @ downs[k].mT @ ups[k].mT for i, k in enumerate(rows)]
+    torch.testing.assert_close(once, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_runs, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_memory_may_be_laid_out_in_channels_last() -> None:
