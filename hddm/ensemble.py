@@ -24,7 +24,7 @@ Where two noise ranges meet, the expert of higher noise runs; the range that end
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,8 +35,10 @@ from hddm.condition_names import LABELS
 from hddm.conditions import Inputs, check_names, check_negative, check_rows
 from hddm.fit import Findings, compare
 from hddm.guidance import Guidance
+from hddm.networks.calls import finished_together
 from hddm.networks.offload import in_best_order
 from hddm.networks.sample_sizes import Size
+from hddm.networks.shared import AdaptedNetwork
 from hddm.parts import Part as Part
 from hddm.parts import Parts
 from hddm.routers import answer_of, given_condition
@@ -44,6 +46,9 @@ from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import to_float64
 from hddm.velocity import VelocityField, check_states, check_times
+
+Asked = tuple[Tensor, Tensor, Inputs, Tensor | None]
+"""Arguments of `VelocityField.guided`."""
 
 
 class Ensemble(Parts):
@@ -212,6 +217,9 @@ class Ensemble(Parts):
     ) -> Tensor:
         """As `velocity`, without its checks; nothing is read back from the device.
 
+        Experts that share the weights of a base run in one call of it, as far as their samples are no more
+        than the batch: under ``draw`` all of them, and where each sample has several experts, one by one.
+
         Args:
             x_t: (batch, …).
             times: (batch,) in float64 on the CPU.
@@ -222,13 +230,14 @@ class Ensemble(Parts):
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         parts = choice.parts(x_t.device)
 
-        def velocity_of(k: int) -> Tensor:
+        def asked_of(k: int) -> Asked:
             here, _ = parts[k]
             own, rows = x_t if here is None else x_t[here], choice.rows[k]
             end = then if then is None or then.ndim == 0 else then[rows]
-            return self.experts[k].guided(own.to(mixed.dtype), times[rows], inputs[k], end)
+            return own.to(mixed.dtype), times[rows], inputs[k], end
 
-        found = dict(self.each_of(list(parts), velocity_of))
+        rows = {k: len(choice.rows[k]) for k in parts}
+        found = self.guided_by(rows, len(x_t), asked_of)
         # By index, so that rounding does not depend on which expert ran first.
         for k, (here, share) in sorted(parts.items()):
             weighted = share.view(-1, *[1] * (x_t.ndim - 1)).to(mixed) * found[k]
@@ -238,12 +247,45 @@ class Ensemble(Parts):
                 mixed.index_add_(0, here, weighted)
         return mixed.to(x_t.dtype)
 
-    def each_of(
-        self, experts: Sequence[int], velocity_of: Callable[[int], Tensor]
-    ) -> Iterable[tuple[int, Tensor]]:
-        """Velocities of ``experts``; those whose weights are already on the device run first."""
-        for k in in_best_order({k: self.experts[k].network for k in experts}):
-            yield k, velocity_of(k)
+    def guided_by(
+        self, rows: Mapping[int, int], batch: int, asked_of: Callable[[int], Asked]
+    ) -> dict[int, Tensor]:
+        """`VelocityField.guided` of each expert, called with ``asked_of(k)``.
+
+        Those whose weights are already on the device run first. ``rows`` are the numbers of samples of each
+        expert, out of a ``batch`` of so many.
+        """
+        found = dict[int, Tensor]()
+        for pack in self._packs(rows, batch):
+            if len(pack) == 1:
+                found[pack[0]] = self.experts[pack[0]].guided(*asked_of(pack[0]))
+            else:
+                calls = {k: self.experts[k].guided_calls(*asked_of(k)) for k in pack}
+                found.update(finished_together(calls))
+        return found
+
+    def _packs(self, rows: Mapping[int, int], batch: int) -> list[list[int]]:
+        """Experts in the order in which they run; those of one list run together."""
+        packs, latest = list[list[int]](), dict[int | None, list[int]]()
+        for k in in_best_order({k: self.experts[k].network for k in rows}):
+            base = self._base_of(k)
+            pack = latest.get(base)
+            if pack is not None and sum(rows[one] for one in pack) + rows[k] <= batch:
+                pack.append(k)
+                continue
+            packs.append([k])
+            if base is not None:
+                latest[base] = packs[-1]
+        return packs
+
+    def _base_of(self, k: int) -> int | None:
+        """Equal for experts whose network calls can run as one; None where they cannot."""
+        one = self.experts[k]
+        # A subclass may make its velocity in another way.
+        is_plain = type(one).guided is VelocityField.guided
+        if is_plain and isinstance(one.network, AdaptedNetwork) and one.network.is_sharing:
+            return id(one.network.shared)
+        return None
 
     def weights(
         self,

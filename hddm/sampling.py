@@ -23,7 +23,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
-from hddm.networks.offload import is_offloaded
+from hddm.networks.offload import holder_of, is_offloaded
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -214,8 +214,9 @@ def batches(
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
     If drawn samples need several batches, they are sorted by domain, so that each expert gets large batches.
-    A batch holds samples of one kind and of one time grid (`Plan.times_of`), and of one domain where experts
-    are offloaded, so that each expert is brought to the device once.
+    A batch holds samples of one kind and of one time grid (`Plan.times_of`). Where experts are offloaded,
+    their domains need the same weights, as LoRA experts of one base do, so that each expert is brought to the
+    device once.
 
     Raises:
         HddmError: for conditions or a picture of another length than ``numbers``, experts that cannot be
@@ -265,11 +266,12 @@ def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bo
     model, domains = plan.model, torch.tensor(plan.model.domains)
     if is_apart:
         keys = chosen
-    elif is_offloaded(one.network for one in model.experts):
-        keys = domains[chosen]
     else:
-        begins = [plan.begin_of(k) for k in range(len(model.experts))]
-        keys = torch.tensor(begins, dtype=torch.float64)[chosen]
+        weights = [0] * len(model.experts)
+        if is_offloaded(one.network for one in model.experts):
+            weights = _by_weights(model)
+        kinds = [(weight, plan.begin_of(k)) for k, weight in enumerate(weights)]
+        keys = torch.tensor([kinds.index(kind) for kind in kinds])[chosen]
     groups = []
     for key in keys.unique().tolist():
         rows = (keys == key).nonzero()[:, 0]
@@ -277,6 +279,17 @@ def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bo
             rows = rows[domains[chosen[rows]].argsort(stable=True)]
         groups.append(rows)
     return groups
+
+
+def _by_weights(model: Ensemble) -> list[int]:
+    """For each expert the first one of a domain that needs the same weights on the device."""
+    needed = dict[int, set[int]]()
+    for domain, one in zip(model.domains, model.experts, strict=True):
+        needed.setdefault(domain, set()).add(id(holder_of(one.network) or one.network))
+    first = dict[frozenset[int], int]()
+    for domain, weights in needed.items():
+        first.setdefault(frozenset(weights), domain)
+    return [first[frozenset(needed[domain])] for domain in model.domains]
 
 
 def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str | None:

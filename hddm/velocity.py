@@ -43,6 +43,7 @@ from hddm.classes import check_label_range
 from hddm.condition_names import LABELS
 from hddm.conditions import Inputs, can_guide, check_names, check_negative, check_rows
 from hddm.guidance import Guidance as Guidance
+from hddm.networks.calls import Call, Calls, finished
 from hddm.networks.families import sample_settings
 from hddm.networks.sample_sizes import SampleSizes, Size, words_of
 from hddm.networks.wrappers import declared_shape, missing_from
@@ -119,6 +120,7 @@ class VelocityField:
     """An expert: a network with what it predicts, on which schedule, as a velocity field.
 
     Ensembles and samplers call `guided`, which `velocity` calls after checks; a subclass overrides `guided`.
+    Where experts share the weights of their base, ensembles run the network calls of `guided_calls` together.
 
     Args:
         network: ``network(x, timestep, **conditions)``, x (batch, …), timestep (batch,), to a tensor
@@ -330,6 +332,12 @@ class VelocityField:
         self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None
     ) -> Tensor:
         """As `velocity`, for checked ``times`` (batch,) and ``inputs``; nothing is read from the device."""
+        return finished(self.guided_calls(x_t, times, inputs, then))
+
+    def guided_calls(
+        self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None
+    ) -> Calls:
+        """The network calls of `guided`, and its result."""
         given, against, guidance = inputs.conditions, inputs.negative, inputs.guidance
         if self.sampling_steps is not None:
             over = torch.zeros_like(times) if then is None else times - to_float64(then)
@@ -337,18 +345,20 @@ class VelocityField:
             given, against = {**given, **step}, {**against, **step}
         acts = guidance.acts(times)
         if not acts.any():
-            return self._convert(x_t, times, given).to(x_t.dtype)
+            v = yield from self._converted(x_t, times, given)
+            return v.to(x_t.dtype)
         if self.weak is not None and guidance.by_weak:
-            conditional = self._convert(x_t, times, given)
-            unguided = self.weak._convert(x_t, times, given)
+            conditional = yield from self._converted(x_t, times, given)
+            unguided = yield from self.weak._converted(x_t, times, given)
         elif all(given[key].shape == against[key].shape for key in given):
             both = {key: torch.cat([given[key], against[key]]) for key in given}
-            v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
+            twice = x_t.repeat(2, *[1] * (x_t.ndim - 1))
+            v = yield from self._converted(twice, times.repeat(2), both)
             conditional, unguided = v.chunk(2)
         else:
             # Texts of different lengths: padding one would change what a network without a mask gives.
-            conditional = self._convert(x_t, times, given)
-            unguided = self._convert(x_t, times, against)
+            conditional = yield from self._converted(x_t, times, given)
+            unguided = yield from self._converted(x_t, times, against)
         return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
 
     @property
@@ -390,9 +400,10 @@ class VelocityField:
         low, high = self.noise_range
         return (t >= low) & ((t < high) | (high == 1))
 
-    def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    def _converted(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Calls:
         x = x_t.to(torch.promote_types(x_t.dtype, torch.float32))
-        raw, calibration = self.raw_velocity(x, t, conditions), self.calibration_of(x)
+        raw = yield from self.raw_calls(x, t, conditions)
+        calibration = self.calibration_of(x)
         if calibration is None:
             return raw
         bound = MAX_GAIN if self.prediction.is_of_noise else None
@@ -411,10 +422,14 @@ class VelocityField:
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""
+        return finished(self.raw_calls(x, t, conditions))
+
+    def raw_calls(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Calls:
+        """The network call of `raw_velocity`, and its result."""
         own = self.path_units
         is_straight = self.prediction.is_velocity and isinstance(self.schedule, LinearSchedule)
         if is_straight and own.is_common:
-            return self.output_of(x, t, conditions)
+            return (yield from self.output_calls(x, t, conditions))
         low, high = self.range
         inside = t.clamp(low, high)
         native = self.schedule.match(inside, own.scale)
@@ -430,7 +445,7 @@ class VelocityField:
         y = wide(scale) * x
         if not own.is_common:
             y = y + wide(alpha) * own.shift_like(x)
-        output = self.output_of(y, native, conditions)
+        output = yield from self.output_calls(y, native, conditions)
         derivatives = derivatives_at(self.schedule, native, wide)
         at = PathPoint(wide(alpha), wide(sigma), derivatives, x, y, wide(inside))
         is_inside = bool((t == inside).all())
@@ -455,9 +470,13 @@ class VelocityField:
 
     def output_of(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The network's own prediction for a state ``y`` on its path, at ``native`` times (batch,)."""
+        return finished(self.output_calls(y, native, conditions))
+
+    def output_calls(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Calls:
+        """The network call of `output_of`, and its result."""
         dtype = parameter_dtype(self.network) or y.dtype
         timestep = sent(native * self.time_scale, y.device, y.dtype)
-        output: Any = self.network(y.to(dtype), timestep, **conditions)
+        output: Any = yield Call(self.network, y.to(dtype), timestep, conditions)
         if isinstance(output, tuple) or hasattr(output, "to_tuple"):
             output = output[0]
         if not isinstance(output, Tensor) or output.shape != y.shape:

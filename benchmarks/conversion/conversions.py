@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hddm.networks.calls import Calls
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 
@@ -16,7 +17,7 @@ class SameTimeField(VelocityField):
     rescaled. v = x at t = 1, as in the exact field.
     """
 
-    def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        eps = self.output_of(x, t, conditions)
+    def raw_calls(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Calls:
+        eps = yield from self.output_calls(x, t, conditions)
         wide = append_dims(t, x.ndim).to(x)
         return torch.where(wide == 1, x, (eps - x) / (1 - wide))

@@ -246,6 +246,13 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
     return as_field(expert, network, weak)
 
 
+def own_network(
+    expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
+) -> StoredNetwork:
+    """The network of an expert with weights of its own, read on demand, and any adapter merged."""
+    return stored(expert.unread, expert.record, expert.name, dtype, device, shelf)
+
+
 def stored(
     unread: Unread[ModelMixin],
     record: ExpertRecord,
@@ -255,8 +262,7 @@ def stored(
     shelf: Shelf,
 ) -> StoredNetwork:
     """A network in the call that experts share, its weights read on demand; ``origin`` names it in errors."""
-    common = wrapped(unread.network, record)
-    prefix = "model." if isinstance(common, NetworkWrapper) else ""
+    common, prefix = wrapped(unread.network, record), prefix_of(unread.network, record)
 
     def read(dtype: torch.dtype) -> dict[str, Tensor]:
         return {prefix + name: value for name, value in unread.read(dtype).items()}
@@ -268,6 +274,11 @@ def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
     """``network`` in a `NetworkWrapper`; unchanged where its call already fits."""
     is_common = family_of(network) is EXPERT and not record.variance_head and not record.negated
     return network if is_common else NetworkWrapper(network, record.negated)
+
+
+def prefix_of(network: ModelMixin, record: ExpertRecord) -> str:
+    """What comes before the names of its weights in `wrapped`."""
+    return "model." if isinstance(wrapped(network, record), NetworkWrapper) else ""
 
 
 def without_adapter(record: ExpertRecord) -> ExpertRecord:

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.expert import Expert, as_field, decided, save_expert, stored
+from hddm.experts.expert import Expert, as_field, decided, own_network, save_expert, stored
 from hddm.experts.records import WEAK_FILE, ExpertRecord
-from hddm.networks.offload import Offload, Shelf, StoredNetwork
+from hddm.experts.sharing import shared_networks
+from hddm.networks.offload import Offload, Shelf, StoredNetwork, holder_of
+from hddm.networks.shared import AdaptedNetwork, SharedNetwork
 from hddm.networks.wrappers import compile_blocks
 from hddm.settings import Computing
 from hddm.utils.errors import HddmError
@@ -26,8 +28,9 @@ class ExpertSet(nn.Module):
     stay. ``experts`` are in the router's order; of an expert in memory the network is copied. ``shelf``
     decides which stay on the device; by default all that have run. ``record`` is their ensemble's, by default
     ``draw`` with nothing decided on them, and ``topics`` the number of the text encoder that prompts are
-    routed by: diffusers' ``components`` have no other place for them. Raises `HddmError` for one that does
-    not fit on the shelf.
+    routed by: diffusers' ``components`` have no other place for them. With ``shares``, adapters of one base,
+    and the base itself, hold its weights once (`hddm.experts.sharing`). Raises `HddmError` for an expert that
+    does not fit on the shelf.
     """
 
     def __init__(
@@ -38,25 +41,29 @@ class ExpertSet(nn.Module):
         shelf: Shelf | None = None,
         record: EnsembleRecord | None = None,
         topics: int | None = None,
+        shares: bool = True,
     ) -> None:
         super().__init__()
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
         shelf = shelf or Shelf()
         self._experts = tuple(one.apart() for one in experts)
-        self._fields = tuple(_on_demand(one, dtype, device, shelf) for one in self._experts)
+        shared = shared_networks(self._experts, dtype, device, shelf) if shares else {}
+        fields, networks = [], []
+        for k, one in enumerate(self._experts):
+            fields.append(_on_demand(one, dtype, device, shelf, shared.get(k)))
+            networks.append(fields[-1].network)
+            if fields[-1].weak is not None:
+                networks.append(fields[-1].weak.network)
+        self._fields = tuple(fields)
         shelf.together = self._together
-        self.networks = nn.ModuleList(self._networks)
+        self.networks = nn.ModuleList(cast(list[nn.Module], networks))
 
     @property
     def _networks(self) -> list[StoredNetwork]:
-        """Networks of the experts and of their weak models."""
-        networks = []
-        for field in self._fields:
-            networks.append(cast(StoredNetwork, field.network))
-            if field.weak is not None:
-                networks.append(cast(StoredNetwork, field.weak.network))
-        return networks
+        """Those that hold the weights of the experts and of their weak models, each once."""
+        holders = [cast(StoredNetwork, holder_of(one)) for one in self.networks]
+        return list(dict.fromkeys(holders))
 
     @property
     def _together(self) -> int:
@@ -65,8 +72,8 @@ class ExpertSet(nn.Module):
 
     @property
     def stored(self) -> list[StoredNetwork]:
-        """Networks of the experts whose weights come and go."""
-        return [cast(StoredNetwork, field.network) for field in self._fields]
+        """What holds the weights of each expert, which come and go; one for experts that share a base."""
+        return [cast(StoredNetwork, holder_of(field.network)) for field in self._fields]
 
     @property
     def records(self) -> tuple[ExpertRecord, ...]:
@@ -115,6 +122,9 @@ class ExpertSet(nn.Module):
         shelf = Shelf(mode, max_memory, beside)
         shelf.together = self._together
         for network in self._networks:
+            if isinstance(network, SharedNetwork) and not shelf.has_room_for(network):
+                network.separate("`max_memory` has no room for the base with all adapters")
+        for network in self._networks:
             shelf.add(network)
         for network in self._networks:
             network.move_to(shelf)
@@ -128,7 +138,13 @@ class ExpertSet(nn.Module):
             self.compile(dynamic=True)
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks of every network at its first run; see `compile_blocks`."""
+        """Compile the blocks of every network at its first run; see `compile_blocks`.
+
+        Experts that share a base get merged weights of their own.
+        """
+        for network in self._networks:
+            if isinstance(network, SharedNetwork):
+                network.separate("a compiled network has one set of weights")
         for network in self._networks:
             compile_blocks(network.network, **options)
 
@@ -151,11 +167,14 @@ class ExpertSet(nn.Module):
 
 
 def _on_demand(
-    expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
+    expert: Expert,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shelf: Shelf,
+    shared: AdaptedNetwork | None,
 ) -> VelocityField:
-    """An expert as a velocity field whose weights are read when first needed."""
-    weak = None
-    network = stored(expert.unread, expert.record, expert.name, dtype, device, shelf)
+    """An expert as a velocity field whose weights are read when first needed, or are ``shared``."""
+    weak, network = None, shared or own_network(expert, dtype, device, shelf)
     if expert.weak is not None:
         weak = stored(
             expert.weak, expert.record, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf

@@ -111,10 +111,14 @@ class OpenedEnsemble:
         dtype: torch.dtype,
         offload: Offload = "none",
         max_memory: int | None = None,
+        shares: bool = True,
     ) -> ExpertSet:
-        """The experts on their own shelf; the router takes its part of ``max_memory`` first."""
+        """The experts on their own shelf; the router takes its part of ``max_memory`` first.
+
+        With ``shares``, adapters of one base keep it once in memory, as in `ExpertSet`.
+        """
         shelf = Shelf(offload, max_memory, [] if self.router is None else [self.router])
-        return ExpertSet(self.experts, dtype, device, shelf, self.record, self.topics)
+        return ExpertSet(self.experts, dtype, device, shelf, self.record, self.topics, shares)
 
     def on(
         self,

@@ -178,22 +178,46 @@ class Merged:
     """
 
     def __init__(self, folder: Path, adapter: AdapterRecord, base: Path) -> None:
-        self._factors = _factors(folder / ADAPTER_WEIGHTS, adapter, base / WEIGHTS)
-        self._adapter = WeightsReader(folder / ADAPTER_WEIGHTS)
-        self._base = WeightsReader(base / WEIGHTS)
-        self._adapter_record, self._folder, self._path = adapter, folder, base / WEIGHTS
+        self._names = _factors(folder / ADAPTER_WEIGHTS, adapter, base / WEIGHTS)
+        self._factors = WeightsReader(folder / ADAPTER_WEIGHTS)
+        self.adapter, self.base = adapter, WeightsReader(base / WEIGHTS)
+        self._folder = folder
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes of A and B by the name of the weight that they change."""
+        weights = read_header(self.base.path)[0]
+        return {
+            name: factor_shapes(weights[name].shape, self.adapter.rank)
+            for name in self.adapter.targets
+        }
+
+    def factors(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and alpha/rank B in ``dtype``, by the name of the weight that they change."""
+        factors, found = self._factors.stored(), {}
+        check_base(self._folder, self.adapter, self.base.path)
+        for name, (down, up) in self._names.items():
+            wide = factors[up].to(promoted(factors[up].dtype, torch.float32))
+            scaled = (self._scale * wide).to(dtype)
+            of_name = f"{up} times alpha/rank, {self._scale:g},"
+            refuse_non_finite(self._folder / ADAPTER_WEIGHTS, {of_name: scaled})
+            found[name] = factors[down].to(dtype), scaled
+        return found
+
+    @property
+    def _scale(self) -> float:
+        return self.adapter.alpha / self.adapter.rank
 
     def __call__(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All weights in ``dtype``, by default the base's own."""
-        weights, factors = self._base.stored(), self._adapter.stored()
-        check_base(self._folder, self._adapter_record, self._path)
-        scale = self._adapter_record.alpha / self._adapter_record.rank
-        for name, (down, up) in self._factors.items():
+        weights, factors = self.base.stored(), self._factors.stored()
+        check_base(self._folder, self.adapter, self.base.path)
+        for name, (down, up) in self._names.items():
             weight = weights[name]
-            weights[name] = merged_weight(weight, factors[down], factors[up], scale).to(
+            weights[name] = merged_weight(weight, factors[down], factors[up], self._scale).to(
                 dtype or weight.dtype
             )
-            merged = f"{name} merged with alpha {self._adapter_record.alpha:g}"
+            merged = f"{name} merged with alpha {self.adapter.alpha:g}"
             refuse_non_finite(self._folder / ADAPTER_WEIGHTS, {merged: weights[name]})
         return weights if dtype is None else cast(weights, dtype)
 

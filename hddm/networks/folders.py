@@ -332,7 +332,7 @@ class WeightsReader:
     """Reader of a weights file; refuses NaN and Inf at the first read, and a file gone or changed since."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._identity = path, identity_of(path)
+        self.path, self._identity = path, identity_of(path)
         self._is_checked = False
 
     def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -341,15 +341,15 @@ class WeightsReader:
 
     def stored(self) -> dict[str, Tensor]:
         """All tensors as stored, mapped."""
-        if not self._path.exists():
+        if not self.path.exists():
             text = "was moved or deleted after the model was opened; keep the folder, or load the model anew"
-            raise HddmError(f"{self._path}: {text}")
+            raise HddmError(f"{self.path}: {text}")
         # Another expert may have replaced the folder.
-        if identity_of(self._path) != self._identity:
-            raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
-        weights = read_safetensors(self._path)
+        if identity_of(self.path) != self._identity:
+            raise HddmError(f"{self.path}: has changed since it was opened; load the model again")
+        weights = read_safetensors(self.path)
         if not self._is_checked:
-            refuse_non_finite(self._path, weights)
+            refuse_non_finite(self.path, weights)
             self._is_checked = True
         return weights
 

@@ -1,6 +1,7 @@
 """Layers that expert and router share."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,7 +163,10 @@ class Attention(nn.Module):
     """Multi-head attention from ``x`` to ``context`` (default: itself), both of one width.
 
     With ``silent`` the output starts at zero. ``rotations`` are rotary positions of the tokens of ``x``.
+    ``addition(x, output, part)`` adds to the output of ``in_proj_weight[part]`` in place, where it is set.
     """
+
+    addition: Callable[[Tensor, Tensor, slice], None] | None = None
 
     def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:
         super().__init__()
@@ -182,16 +186,23 @@ class Attention(nn.Module):
     ) -> Tensor:
         width, weight, bias = x.shape[-1], self.in_proj_weight, self.in_proj_bias
         if context is None:
-            queries, keys, values = F.linear(x, weight, bias).chunk(3, -1)
+            queries, keys, values = self._added(x, F.linear(x, weight, bias)).chunk(3, -1)
         else:
-            queries = F.linear(x, weight[:width], bias[:width])
-            keys, values = F.linear(context, weight[width:], bias[width:]).chunk(2, -1)
+            first, others = slice(width), slice(width, None)
+            queries = self._added(x, F.linear(x, weight[first], bias[first]), first)
+            both = F.linear(context, weight[others], bias[others])
+            keys, values = self._added(context, both, others).chunk(2, -1)
         q, k, v = self._heads(queries), self._heads(keys), self._heads(values)
         if rotations is not None:
             q, k = rotate(q, rotations), rotate(k, rotations)
         mixed = attend(q, k, v)
         projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return projected
+
+    def _added(self, x: Tensor, output: Tensor, part: slice = slice(None)) -> Tensor:
+        if self.addition is not None:
+            self.addition(x, output, part)
+        return output
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.num_heads, -1))

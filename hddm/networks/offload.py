@@ -57,6 +57,16 @@ class Shelf:
         self._refuse_larger(network)
         self._networks.append(network)
 
+    def remove(self, network: "StoredNetwork") -> None:
+        """Forget ``network``, and that it was registered."""
+        with self.lock:
+            self.forget(network)
+            self._networks.remove(network)
+
+    def has_room_for(self, network: "StoredNetwork") -> bool:
+        """True where `add` takes ``network``."""
+        return self._limit is None or network.size <= self._limit
+
     @property
     def budget(self) -> int | None:
         """Limit of the bytes of these networks on the device, None for no limit."""
@@ -88,7 +98,7 @@ class Shelf:
         return network in self._present
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
-        if self._limit is not None and network.size > self._limit:
+        if self._limit is not None and not self.has_room_for(network):
             left = f"`max_memory` leaves {self._limit / 1e6:.1f} MB for experts"
             text = f"its weights take {network.size / 1e6:.1f} MB, and {left}"
             raise HddmError(f"{network.origin}: {text}; raise it, or use a smaller dtype")
@@ -147,6 +157,11 @@ class StoredNetwork(nn.Module):
     def network(self) -> nn.Module:
         """The network itself, possibly without weights."""
         return self._network[0]
+
+    @property
+    def holder(self) -> "StoredNetwork":
+        """Where its weights are: here; of a network that shares those of another, there."""
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,16 +286,22 @@ def _int8(weight: Tensor) -> Tensor:
     return layer.weight
 
 
+def holder_of(network: object) -> StoredNetwork | None:
+    """The network whose weights come and go for ``network``; None for one that holds its own."""
+    return getattr(network, "holder", None)
+
+
 def in_best_order(networks: Mapping[int, object]) -> list[int]:
     """Keys of the networks to run, those on the device first, so that none of them is brought again."""
 
     def is_absent(key: int) -> bool:
-        network = networks[key]
-        return isinstance(network, StoredNetwork) and not network.shelf.is_present(network)
+        holder = holder_of(networks[key])
+        return holder is not None and not holder.shelf.is_present(holder)
 
     return sorted(networks, key=is_absent)
 
 
 def is_offloaded(networks: Iterable[object]) -> bool:
     """True if weights of any of ``networks`` leave the device while it does not run."""
-    return any(isinstance(one, StoredNetwork) and one.shelf.offload != "none" for one in networks)
+    holders = map(holder_of, networks)
+    return any(one is not None and one.shelf.offload != "none" for one in holders)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hddm.conditions import Conditions, Inputs
-from hddm.ensemble import Ensemble
+from hddm.ensemble import Asked, Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.offload import StoredNetwork
@@ -252,7 +252,8 @@ def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
     """The expert, with its weights; weights of the others are not read."""
     device = available_device(settings.device)
     dtype = dtype_on(device, settings.dtype)
-    experts = open_ensemble(folder, dtype).expert_set(device, dtype)
+    # Alone in its process, an adapter has nobody to share its base with, and is merged.
+    experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
     experts.prepare(settings)
     found = experts.fields()[index]
     for network in (found.network, found.weak and found.weak.network):
@@ -308,7 +309,10 @@ class RemoteEnsemble(Ensemble):
             self.experts.append(RemoteExpert(one, partial(request, k)))
         self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-expert", max_workers=64)
 
-    def each_of(
-        self, experts: Sequence[int], velocity_of: Callable[[int], Tensor]
-    ) -> Iterable[tuple[int, Tensor]]:
-        return zip(experts, self._threads.map(velocity_of, experts), strict=True)
+    def guided_by(
+        self, rows: Mapping[int, int], batch: int, asked_of: Callable[[int], Asked]
+    ) -> dict[int, Tensor]:
+        def guided(k: int) -> Tensor:
+            return self.experts[k].guided(*asked_of(k))
+
+        return dict(zip(rows, self._threads.map(guided, rows), strict=True))

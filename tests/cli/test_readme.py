@@ -22,7 +22,9 @@ from hddm_cli.app import commands, run_words
 from tests.artefacts import Command
 from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae
+from tests.ensemble_files import load_ensemble
 from tests.ldm_files import tiny_pipeline, whole_file
+from tests.lora_files import kohya
 
 ROOT = Path(__file__).parents[2]
 DOCS = (one for one in (ROOT / "docs").rglob("*.md") if not {"_build", "notes"} & {*one.parts})
@@ -191,6 +193,26 @@ def test_two_files_of_stable_diffusion_are_mixed_as_the_guide_says(
     for name in ("alone", "nights", "drawn", "soup-cars"):
         assert list((tmp_path / name).glob("*.png")), name
     assert (tmp_path / "mixed.png").is_file()
+
+
+@pytest.mark.integration
+def test_styles_are_mixed_as_the_guide_says(
+    hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _prepare_files(tmp_path)
+    network = text_unet()
+    for seed, name in enumerate(("watercolour", "pixel-art")):
+        noise, content = torch.Generator().manual_seed(seed), kohya(network)
+        for key, value in content.items():
+            if value.ndim:
+                content[key] = 0.1 * torch.randn(value.shape, generator=noise)
+        save_file(content, tmp_path / f"{name}.safetensors")
+    _follow("mix-styles.md", hddm)
+    for folder, pictures in (("drawn", 8), ("watercolours", 16), ("roses", 4)):
+        assert len(list((tmp_path / folder).glob("*.png"))) == pictures, folder
+    experts = load_ensemble(tmp_path / "styles").experts
+    assert len({id(one.network.holder) for one in experts}) == 1
 
 
 def _follow(page: str, hddm: Command) -> None:

@@ -16,11 +16,15 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusionPipeline,
 )
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm import Ensemble, VelocityField, drop_in, load
+from hddm.checkpoints.lora import convert_lora
 from hddm.ensemble import Part
 from hddm.experts.assembly import assemble
+from hddm.experts.expert import open_expert
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.topics import describe_topic
 from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.wrappers import NetworkWrapper
@@ -31,6 +35,7 @@ from tests.cases import BetaTable
 from tests.checkpoint_files import SD_BETAS, dit, pixart, plain_unet, randomised, text_unet
 from tests.component_files import texts_in, write_clip, write_vae
 from tests.ensemble_files import saved, text_experts
+from tests.lora_files import kohya
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router, predicted
 
 SD = {**SD_BETAS, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
@@ -284,6 +289,43 @@ def test_image_to_image_inpainting_and_controlnet_work(
         )
         pipe.unet = drop_in(Ensemble(experts, strategy="draw"), pipe)
         assert latents(pipe, **inputs, **more).isfinite().all()
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:.*only the shares do")
+def test_loras_of_the_pipelines_network_share_it_and_make_the_images_of_merged_weights(
+    sd: DiffusionPipeline, tmp_path: Path, hddm: Command
+) -> None:
+    converted(sd, tmp_path, hddm)
+    folders = [tmp_path / "expert"]
+    for seed in range(2):
+        noise, content = torch.Generator().manual_seed(seed), kohya(sd.unet)
+        for name, value in content.items():
+            if value.ndim:
+                content[name] = 0.1 * torch.randn(value.shape, generator=noise)
+        save_file(content, tmp_path / f"{seed}.safetensors")
+        convert_lora(tmp_path / f"{seed}.safetensors", folders[0], tmp_path / str(seed))
+        folders.append(tmp_path / str(seed))
+    control = diffusers.ControlNetModel.from_unet(
+        sd.unet, conditioning_embedding_out_channels=(8, 8)
+    )
+    kind, inputs = diffusers.StableDiffusionControlNetPipeline, FAMILIES["sd"].inputs
+    with_control = {"image": numbers(2, 3, 16, 16).clamp(-1, 1)}
+    made: dict[bool, list[Tensor]] = {}
+    for shares in (True, False):
+        held = ExpertSet([open_expert(one) for one in folders], shares=shares)
+        model = Ensemble(held.fields(), strategy="draw")
+        made[shares] = []
+        for cls, parts, more in (
+            (StableDiffusionPipeline, {}, {}),
+            (kind, {"controlnet": randomised(control)}, with_control),
+        ):
+            pipe = sd_pipeline(cls, sd, **parts)
+            pipe.unet = drop_in(model, pipe)
+            made[shares].append(latents(pipe, **inputs, **more))
+        assert len(set(held.stored)) == (1 if shares else 3)
+    for found, expected in zip(made[True], made[False], strict=True):
+        assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore:.*only the shares do")
