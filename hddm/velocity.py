@@ -43,7 +43,7 @@ from hddm.classes import check_label_range
 from hddm.condition_names import LABELS
 from hddm.conditions import Inputs, can_guide, check_names, check_negative, check_rows
 from hddm.guidance import Guidance as Guidance
-from hddm.networks.calls import Call, Calls, finished
+from hddm.networks.calls import Calls, NetworkCall, finished
 from hddm.networks.families import sample_settings
 from hddm.networks.sample_sizes import SampleSizes, Size, words_of
 from hddm.networks.wrappers import declared_shape, missing_from
@@ -476,7 +476,7 @@ class VelocityField:
         """The network call of `output_of`, and its result."""
         dtype = parameter_dtype(self.network) or y.dtype
         timestep = sent(native * self.time_scale, y.device, y.dtype)
-        output: Any = yield Call(self.network, y.to(dtype), timestep, conditions)
+        output: Any = yield NetworkCall(self.network, y.to(dtype), timestep, conditions)
         if isinstance(output, tuple) or hasattr(output, "to_tuple"):
             output = output[0]
         if not isinstance(output, Tensor) or output.shape != y.shape:

@@ -16,7 +16,7 @@ from hddm.networks.shared import AdaptedNetwork, NotShared
 
 
 @dataclass(frozen=True)
-class Call:
+class NetworkCall:
     """One call of a network: states ``x`` (n, …), ``timestep`` (n,) and conditions, each (n, …)."""
 
     network: Callable[..., Any]
@@ -43,7 +43,7 @@ class Call:
         return (id(network.shared), *sorted(shapes, key=lambda one: one[0]))
 
 
-Calls = Generator[Call, Any, Tensor]
+Calls = Generator[NetworkCall, Any, Tensor]
 """Yields calls, is sent their outputs, and returns a result."""
 
 
@@ -60,7 +60,7 @@ def finished(calls: Calls) -> Tensor:
 
 def finished_together(generators: Mapping[int, Calls]) -> dict[int, Tensor]:
     """The results of several generators, where calls of networks with one base run as one."""
-    results, waiting = dict[int, Tensor](), dict[int, Call]()
+    results, waiting = dict[int, Tensor](), dict[int, NetworkCall]()
 
     def send(key: int, output: Any) -> None:
         try:
@@ -78,7 +78,7 @@ def finished_together(generators: Mapping[int, Calls]) -> dict[int, Tensor]:
     return results
 
 
-def _outputs(calls: Mapping[int, Call]) -> dict[int, Any]:
+def _outputs(calls: Mapping[int, NetworkCall]) -> dict[int, Any]:
     """The output of each call; those of one kind run as one."""
     groups = dict[Hashable, list[int]]()
     for key, call in calls.items():
@@ -92,7 +92,7 @@ def _outputs(calls: Mapping[int, Call]) -> dict[int, Any]:
     return found
 
 
-def _joined(calls: Sequence[Call]) -> list[Any]:
+def _joined(calls: Sequence[NetworkCall]) -> list[Any]:
     """The outputs of calls of one kind, which run as one where there are several."""
     if len(calls) == 1:
         return [calls[0].run()]
