@@ -337,11 +337,15 @@ def _of(shard: GaussianMixture) -> GaussianMixture:
     return GaussianMixture(torch.ones(1).double(), shard.mean[None], shard.covariance[None])
 
 
-def test_a_calibration_of_other_samples_is_refused_before_any_call() -> None:
+def test_a_calibration_of_other_samples_is_left_out_and_said() -> None:
     field = _labelled()
-    told = refusal(sample, field, 2, shape=(1, 4, 4), class_labels=torch.zeros(2).long())
+    labels = torch.zeros(2).long()
+    with pytest.warns(UserWarning, match="a calibration is of one size alone: those of expert 0"):
+        found = sample(field, 2, shape=(1, 4, 4), class_labels=labels, steps=2)
+    assert found.shape == (2, 1, 4, 4)
+    # Where a caller asks for velocities, the calibration is not silently dropped.
+    told = refusal(field.velocity, found, torch.full((2,), 0.5), class_labels=labels)
     assert "its calibration is of samples (1, 2, 2), not of (1, 4, 4)" in told
-    assert field.asked == []
 
 
 PICTURE = torch.full((1, *SHAPE), 0.7)
