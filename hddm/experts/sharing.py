@@ -8,7 +8,7 @@ nobody to share with, is merged (`hddm.experts.lora.Merged`).
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,38 +33,40 @@ def shared_networks(
     """
     found = dict[int, AdaptedNetwork]()
     for group in _groups(experts):
-        if len(group.adapters) + len(group.bases) < 2:
+        if len(group.adapters) + len(group.bases) + len(group.merged) < 2:
             continue
-        for k, network in _networks(experts, group, dtype, device, shelf).items():
-            found[k] = network
+        for k, weights in group.merged.items():
+            text = (
+                "does not share its base: its adapter changes layers that only merged weights can"
+            )
+            log.warning("%s: %s: %s", experts[k].name, text, ", ".join(shown(weights)))
+        if group.adapters and len(group.adapters) + len(group.bases) > 1:
+            found |= _networks(experts, group, dtype, device, shelf)
     return found
 
 
 @dataclass
 class _Group:
-    """Indices of experts that can share: adapters of one base, and experts that are this base."""
+    """Experts of one base, by index: adapters, experts that are this base, and adapters that stay merged."""
 
-    adapters: list[int]
-    bases: list[int]
+    adapters: list[int] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    merged: dict[int, list[str]] = field(default_factory=dict)
+    """Their weights that cannot be shared."""
 
 
 def _groups(experts: Sequence[Expert]) -> list[_Group]:
-    groups = dict[Hashable, _Group]()
-    files = dict[Hashable, _Group]()
+    groups, files = dict[Hashable, _Group](), dict[Hashable, _Group]()
     for k, one in enumerate(experts):
         reader = one.unread.read
-        if not isinstance(reader, Merged):
-            continue
-        problems = unshareable(one.network, reader.shapes)
-        if problems:
-            text = "its adapter changes layers that only merged weights can"
-            log.warning(
-                "%s: does not share its base: %s: %s", one.name, text, ", ".join(shown(problems))
-            )
-            continue
-        group = groups.setdefault((reader.adapter.base_sha256, _form(one)), _Group([], []))
-        group.adapters.append(k)
-        files[identity_of(reader.base.path), _form(one)] = group
+        if isinstance(reader, Merged):
+            group = groups.setdefault((reader.adapter.base_sha256, _form(one)), _Group())
+            files[identity_of(reader.base.path), _form(one)] = group
+            problems = unshareable(one.network, reader.shapes)
+            if problems:
+                group.merged[k] = problems
+            else:
+                group.adapters.append(k)
     for k, one in enumerate(experts):
         reader = one.unread.read
         if isinstance(reader, WeightsReader) and reader.path.exists():

@@ -395,6 +395,24 @@ def test_a_layer_that_computes_in_its_own_way_is_merged_and_named(
     assert "patch" in caplog.text
     found, expected = _velocity(_mixed(held)), _velocity(_mixed(_held(folders, shares=False)))
     assert _difference(found, expected) <= ROUNDING
+    caplog.clear()
+    # With nobody to share with, nothing is lost, and nothing is said.
+    assert _sharers(_held(folders[:1])) == []
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_have_the_velocities_of_merged_weights(own: list[Path]) -> None:
+    held, merged = _held(own), _held(own, shares=False)
+    for one in (held, merged):
+        one.to("cuda")
+    x, t = _states()
+    found, expected = (
+        _mixed(one).velocity(x.cuda(), t, expert=ORDER).cpu() for one in (held, merged)
+    )
+    assert _sharers(held) == [0, 1, 2, 3]
+    # TF32 keeps ten bits of each factor.
+    assert _difference(found, expected) <= 1e-3
 
 
 def test_threads_may_sample_one_model(out: Path) -> None:
