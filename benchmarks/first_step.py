@@ -21,6 +21,7 @@ from torch import Tensor
 
 import hddm
 from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
+from hddm.calibration import Calibration, Moments
 from hddm.data.images import to_bytes, to_unit_range
 from hddm.evaluation.features import FeatureExtractor, open_extractor
 from hddm.evaluation.images import read_data
@@ -111,25 +112,25 @@ def mixed(
 
 @app.command()
 def mixtures(results: ResultsOption = RESULTS) -> None:
-    """Exact experts of two shards, mixed by the exact router, in float64."""
+    """Exact experts on data whose flow is known, in float64: one from its end, and two mixed."""
     start = Start(results)
     lines = [
-        "# An expert above the end of its schedule, in a mix with one that covers all of t",
-        f"Root mean square distance of {STATES} samples from the exact flow of all the data, mean and "
-        f"standard deviation over {PAIRS} pairs of mixtures of Gaussians in 8 dimensions.",
+        "# The first step of exact experts, and rules for one above its end in a mix",
+        f"Root mean square distance of {STATES} samples from the exact flow of the data, mean and standard "
+        f"deviation over {PAIRS} mixtures of Gaussians in 8 dimensions, or pairs of them.",
         "",
     ]
     content: dict[str, Any] = {"threads": torch.get_num_threads()}
     for name in ("sd-scaled-linear", "ddpm-linear"):
-        figures: dict[str, dict[str, list[float]]] = {}
-        for calls in (*MIXED_CALLS, EXACT_STEPS):
-            figures[str(calls)] = {TODAY: [], LEFT_OUT: []}
-        for pair in range(PAIRS):
-            for rule, calls, error in _exact_errors(name, pair):
-                figures[str(calls)][rule].append(error)
-        content[name] = figures
         end = case_named(name).schedule.range[1]
-        lines += [f"## {name}, end of schedule t = {end:.4f}", "", *_table("calls", figures), ""]
+        for title, errors_of in (("one expert", _errors_of_one), ("two mixed", _errors_of_mix)):
+            figures: dict[str, dict[str, list[float]]] = {}
+            for pair in range(PAIRS):
+                for way, calls, error in errors_of(name, pair):
+                    figures.setdefault(str(calls), {}).setdefault(way, []).append(error)
+            content[f"{name}, {title}"] = figures
+            lines += [f"## {name}, end of schedule t = {end:.4f}, {title}", ""]
+            lines += [*_table("calls", figures), ""]
     print("\n".join(lines), flush=True)
     typer.echo(start.write("first-step-mixtures", lines, content))
 
@@ -149,7 +150,7 @@ class Pictures:
                 words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
                 _made(work / folder, words)
         else:
-            training, held_out = work / "all", work / "test"
+            training, held_out = work / "all", work / "test" / "shard_0"
             for folder, images, options in (
                 ("all", "train", "--shards 1 --held-out 0.1"),
                 ("parts", "train", "--shards 2 --held-out 0.1"),
@@ -284,22 +285,51 @@ def _mixed(
     return figures
 
 
-def _exact_errors(name: str, pair: int) -> list[tuple[str, int, float]]:
+EXACT_SHAPE = (1, 2, 4)
+
+
+def _exact_end(data: GaussianMixture, seed: int) -> tuple[Tensor, Tensor]:
+    """Noise, and where the exact flow of the data leads it."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(STATES, *EXACT_SHAPE, generator=generator, dtype=torch.float64)
+
+    def velocity(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+        return data.velocity(x, now.expand(len(x)))
+
+    return x, SOLVERS["heun"](velocity, x, time_grid(EXACT_STEPS))
+
+
+def _errors_of_one(name: str, number: int) -> list[tuple[str, int, float]]:
+    """Way, calls and error of samples of one expert of noise."""
+    data = GaussianMixture.random(seed=100 + number, modes=3, dim=8)
+    x, target = _exact_end(data, number)
+    plain = oracle_field(data, case_named(name), "epsilon", sample_shape=EXACT_SHAPE)
+    calibrated = copy.copy(plain)
+    values, vectors = torch.linalg.eigh(data.covariance)
+    moments = Moments(data.mean, vectors, torch.cat([values, values.new_ones(1)]))
+    # Below t = 1 the network is left as it is.
+    weights = torch.cat([torch.zeros(2, 9), torch.ones(1, 9)])
+    calibrated.calibration = Calibration(moments, torch.tensor([0, 1 - 1e-6, 1]), weights)
+    found = []
+    for calls in (*MIXED_CALLS, EXACT_STEPS):
+        for way, made in (
+            ("from t = 1", _from_one(plain, x, calls)),
+            ("first step, no calibration", _from_end(plain, x, calls)),
+            ("first step, calibrated", _from_end(calibrated, x, calls)),
+        ):
+            found.append((way, calls, (made - target).square().mean().sqrt().item()))
+    return found
+
+
+def _errors_of_mix(name: str, pair: int) -> list[tuple[str, int, float]]:
     """Rule, calls and error of samples of one pair of shards."""
-    shape, prior = (1, 2, 4), [0.5, 0.5]
+    prior = [0.5, 0.5]
     shards = [GaussianMixture.random(seed=2 * pair + k, modes=3, dim=8) for k in range(2)]
-    whole = GaussianMixture.union(shards, prior)
+    x, target = _exact_end(GaussianMixture.union(shards, prior), pair)
     fields = [
-        oracle_field(shards[0], case_named(name), "epsilon", sample_shape=shape),
-        oracle_field(shards[1], LINEAR, sample_shape=shape),
+        oracle_field(shards[0], case_named(name), "epsilon", sample_shape=EXACT_SHAPE),
+        oracle_field(shards[1], LINEAR, sample_shape=EXACT_SHAPE),
     ]
-    generator = torch.Generator().manual_seed(pair)
-    x = torch.randn(STATES, *shape, generator=generator, dtype=torch.float64)
-
-    def exactly(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
-        return whole.velocity(x, now.expand(len(x)))
-
-    target = SOLVERS["heun"](exactly, x, time_grid(EXACT_STEPS))
     router = exact_router(shards, prior)
     leaving = LeavingOut(router, [one.range[1] for one in fields])
     found = []
@@ -312,13 +342,15 @@ def _exact_errors(name: str, pair: int) -> list[tuple[str, int, float]]:
 
 
 def _table(head: str, figures: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """Means and standard deviations, and the difference of the second way from the first, by pairs."""
-    first, second = next(iter(figures.values()))
-    lines = [f"| {head} | {first} | {second} | difference |", "|---|---:|---:|---:|"]
+    """Means and standard deviations by way; of two ways the difference of the second by pairs, too."""
+    ways = [*next(iter(figures.values()))]
+    heads = [*ways, "difference"] if len(ways) == 2 else ways
+    lines = [f"| {head} | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for row, found in figures.items():
-        apart = [b - a for a, b in zip(found[first], found[second], strict=True)]
-        cells = [_spread(values) for values in (found[first], found[second], apart)]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+        columns = [found[way] for way in ways]
+        if len(ways) == 2:
+            columns.append([b - a for a, b in zip(*columns, strict=True)])
+        lines.append(f"| {row} | {' | '.join(map(_spread, columns))} |")
     return lines
 
 
