@@ -258,8 +258,8 @@ def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bo
     elif is_offloaded(one.network for one in model.experts):
         keys = domains[chosen]
     else:
-        begins = [plan.begin_of(k) for k in range(len(model.experts))]
-        keys = torch.tensor(begins, dtype=torch.float64)[chosen]
+        begins = [plan.beginning_of([k]) for k in range(len(model.experts))]
+        keys = torch.tensor([sorted({*begins}).index(one) for one in begins])[chosen]
     groups = []
     for key in keys.unique().tolist():
         rows = (keys == key).nonzero()[:, 0]
