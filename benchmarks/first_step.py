@@ -22,12 +22,14 @@ from torch import Tensor
 import hddm
 from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
 from hddm.calibration import Calibration, Moments
+from hddm.conditions import Conditions
 from hddm.data.images import to_bytes, to_unit_range
 from hddm.evaluation.features import FeatureExtractor, open_extractor
 from hddm.evaluation.images import read_data
 from hddm.evaluation.measures import Gaussian, frechet_distance
 from hddm.routers import MomentsRouter
-from hddm.sampling import integrate, sample, time_grid
+from hddm.running import Batch, Latents, run
+from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.solvers import SOLVERS
 from hddm.velocity import VelocityField
 from hddm_cli.app import run_words
@@ -225,10 +227,20 @@ def _from_one(model: VelocityField, x: Tensor, calls: int) -> Tensor:
     return SOLVERS["adams-moulton"](velocity, x, time_grid(calls))
 
 
+@torch.no_grad()
+def _from_noise(model: VelocityField, x: Tensor, calls: int) -> Tensor:
+    """Samples on the grid from the end of the expert, where the state is taken for noise alone."""
+
+    def velocity(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+        return model.velocity(x, now.expand(len(x)))
+
+    return SOLVERS["adams-moulton"](velocity, model.end * x, time_grid(calls, first=model.end))
+
+
 def _from_end(model: VelocityField, x: Tensor, calls: int) -> Tensor:
-    """Samples on the grid from the end of the schedule, after the first step."""
-    times = torch.cat([time_grid(1)[:1], time_grid(calls, first=model.end)])
-    return integrate(model, x, times, solver="adams-moulton")
+    """Samples as hddm makes them: on the grid from the end of the expert, after the first step."""
+    how = plan(model, steps=calls, solver="adams-moulton", noise=Latents(x=x))
+    return run(how, Batch.of(len(x), Conditions(), torch.zeros(len(x), dtype=torch.long)))
 
 
 def _single(
@@ -237,6 +249,8 @@ def _single(
     """Distances of both ways to begin, by calls, one per training seed: the mean over noises."""
     figures: dict[str, dict[str, list[float]]] = {}
     ways = {"from t = 1": _from_one, "with the first step": _from_end}
+    if not calibrated:
+        ways["with m = 0"] = _from_noise
     for calls in CALLS:
         figures[str(calls)] = {way: [] for way in ways}
     for one in experts:
@@ -314,8 +328,9 @@ def _errors_of_one(name: str, number: int) -> list[tuple[str, int, float]]:
     for calls in (*MIXED_CALLS, EXACT_STEPS):
         for way, made in (
             ("from t = 1", _from_one(plain, x, calls)),
-            ("first step, no calibration", _from_end(plain, x, calls)),
-            ("first step, calibrated", _from_end(calibrated, x, calls)),
+            ("with m = 0", _from_noise(plain, x, calls)),
+            ("with the first step", _from_end(plain, x, calls)),
+            ("calibrated", _from_end(calibrated, x, calls)),
         ):
             found.append((way, calls, (made - target).square().mean().sqrt().item()))
     return found
@@ -342,14 +357,14 @@ def _errors_of_mix(name: str, pair: int) -> list[tuple[str, int, float]]:
 
 
 def _table(head: str, figures: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """Means and standard deviations by way; of two ways the difference of the second by pairs, too."""
+    """Means and standard deviations by way, and the differences of later ways from the first, by pairs."""
     ways = [*next(iter(figures.values()))]
-    heads = [*ways, "difference"] if len(ways) == 2 else ways
+    heads = [*ways, *(f"difference {way}" for way in ways[1:])]
     lines = [f"| {head} | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for row, found in figures.items():
         columns = [found[way] for way in ways]
-        if len(ways) == 2:
-            columns.append([b - a for a, b in zip(*columns, strict=True)])
+        for other in columns[1 : len(ways)]:
+            columns.append([b - a for a, b in zip(columns[0], other, strict=True)])
         lines.append(f"| {row} | {' | '.join(map(_spread, columns))} |")
     return lines
 

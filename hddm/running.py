@@ -10,8 +10,9 @@ in the order in which diffusers' pipelines draw it. `Latents` are states that th
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
 from hddm.networks.families import sample_settings
 from hddm.solvers import OnStep, Solver, unchanged
-from hddm.times import end_of, first_step, time_grid
+from hddm.times import beginner_of, first_step, mean_seen, time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream
 
@@ -165,6 +166,15 @@ def shape_of(model: Ensemble, expert: int, shape: Shape | None = None) -> Shape:
     return found
 
 
+class Beginning(NamedTuple):
+    """How samples come to the end of their experts (`hddm.times`)."""
+
+    time: float
+    """The time at which networks begin."""
+    asks: bool
+    """True if the first call is for the mean of the data, which an expert without a calibration lacks."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How samples are drawn, with every default filled in; `hddm.sampling.plan` makes it."""
@@ -200,30 +210,41 @@ class Plan:
         """Dtype of states and samples."""
         return state_dtype(self.model)
 
-    def begin_of(self, expert: int | None) -> float:
-        """The time at which networks begin: for samples of one expert, or of all experts mixed.
+    def beginning_of(self, experts: Iterable[int] | None = None) -> "Beginning":
+        """Where networks begin for samples of these ``experts``; None for all of them, mixed.
 
-        It is the expert's end, or the largest of them, where samples do not begin below it.
+        That is their end, the largest of them, where samples do not begin below it.
         """
-        experts = range(len(self.model.experts)) if expert is None else [expert]
-        end = max(end_of(self.model, k) for k in experts)
-        return min(end, float(self.times[0]))
+        beginners = []
+        for k in range(len(self.model.experts)) if experts is None else experts:
+            beginners.append(beginner_of(self.model, k))
+        start = float(self.times[0])
+        time = min(max(one.end for one in beginners), start)
+        picture = self.picture(self.expert or 0)
+        is_edit = picture is not None and picture.source is not None
+        is_unknown = any(one.calibration is None for one in beginners)
+        # An edit begins with a picture, which has its mean; one step alone is the call itself.
+        asks = is_unknown and time < start and not is_edit and self.steps > 1
+        return Beginning(time, asks)
+
+    def beginning_of_batch(self, batch: "Batch") -> "Beginning":
+        """`beginning_of` the experts of a batch; its samples have one, but for times of the caller's own."""
+        if batch.expert is not None:
+            return self.beginning_of(batch.expert.unique().tolist())
+        return self.beginning_of(None if self.expert is None else [self.expert])
 
     def times_of(self, batch: "Batch") -> Tensor:
-        """Times of the steps of a batch, from `begin_of` its experts to 0, in float64.
+        """Times of the steps of a batch, to 0, in float64: as many as the plan's own ``times``.
 
-        Samples that begin there or below have the plan's own ``times``; others have as many steps below.
+        These hold for samples that begin at the end of their experts, or below. Others have their steps below
+        the end, and one that leads there if networks are asked for it.
         """
-        begin = self.begin_of_batch(batch)
-        if self.shift is None or begin == self.times[0]:
+        time, asks = self.beginning_of_batch(batch)
+        if self.shift is None or time == self.times[0]:
             return self.times
-        return time_grid(self.steps, self.shift, begin)
-
-    def begin_of_batch(self, batch: "Batch") -> float:
-        """`begin_of` the experts of a batch; they have one, but for times of the caller's own."""
-        if batch.expert is None:
-            return self.begin_of(self.expert)
-        return max(self.begin_of(k) for k in batch.expert.unique().tolist())
+        if asks:
+            return torch.cat([self.times[:1], time_grid(self.steps - 1, self.shift, time)])
+        return time_grid(self.steps, self.shift, time)
 
     def shape_of(self, expert: int) -> tuple[int, ...]:
         """Shape (C, H, W) of a sample of this expert.
@@ -360,14 +381,19 @@ def _integrate(
         use.kept = batch.expert
     if stop():
         return x
-    x, times, done = _begun(plan, batch, source, x, on_step)
+    mixed = model if batch.expert is not None or model.commits_at is None else model.under("full")
+    times, done = plan.times_of(batch), 0
+    if plan.beginning_of_batch(batch).time < plan.times[0]:
+        walk = _Walk(mixed, plan, batch, on_step, stop, use, is_checked)
+        x, times, done = _begun(walk, source, x)
+        if stop():
+            return x
     above = 0
     if batch.expert is None and model.commits_at is not None:
         above = int((times > model.commits_at + SAME).sum())
         if above:
             above = min(above, len(times) - 1)
-            full = model.under("full")
-            walk = _Walk(full, plan, batch, _later(on_step, done), stop, use, is_checked)
+            walk = _Walk(mixed, plan, batch, _later(on_step, done), stop, use, is_checked)
             x = solver(walk.velocity, x, times[: above + 1], walk.on_step_unless_stopped)
         # States that are not finite have no probabilities; the second pass finds who made them.
         if above == len(times) - 1 or stop() or not x.isfinite().all():
@@ -385,15 +411,15 @@ def _later(on_step: OnStep, done: int) -> OnStep:
     return lambda index, x: on_step(done + index, x)
 
 
-def _begun(
-    plan: Plan, batch: Batch, source: Batch | None, x: Tensor, on_step: OnStep
-) -> tuple[Tensor, Tensor, int]:
+def _begun(walk: "_Walk", source: Batch | None, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """The states x (n, …) at which networks begin, the times of their steps, and the steps that are done.
 
     Times of the caller's own may have several above the experts' end, each a step.
     """
-    times, begin, now = plan.times_of(batch), plan.begin_of_batch(batch), float(plan.times[0])
-    done = 0
+    plan, batch = walk.plan, walk.batch
+    begin, asks = plan.beginning_of_batch(batch)
+    times, now, done = plan.times_of(batch), float(plan.times[0]), 0
+    x_0 = mean_seen(walk.velocity, x, now, begin) if asks else None
 
     def carried(x: Tensor, of: Batch, guidance: Guidance, s: float, t: float) -> Tensor:
         return first_step(plan.model, x, s, t, of.expert, of.conditions, guidance)
@@ -401,7 +427,9 @@ def _begun(
     while now > begin and done < len(times) - 1:
         following = float(times[done + 1])
         then = max(begin, following)
-        if source is None:
+        if x_0 is not None:
+            x = then / now * x + (1 - then / now) * x_0
+        elif source is None:
             x = carried(x, batch, plan.guidance, now, then)
         else:
             # The states of `edit` are pictures. The step is affine: without noise it is its mean over noise.
@@ -410,7 +438,7 @@ def _begun(
             x = x + moved - carried(noised, source, Guidance(1.0), now, then)
         now = then
         if following >= begin:
-            x = on_step(done, x)
+            x = walk.on_step_unless_stopped(done, x)
             done += 1
     return x, torch.cat([times.new_tensor([now]), times[done + 1 :]]), done
 

@@ -270,7 +270,7 @@ def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bo
         weights = [0] * len(model.experts)
         if is_offloaded(one.network for one in model.experts):
             weights = _by_weights(model)
-        kinds = [(weight, plan.begin_of(k)) for k, weight in enumerate(weights)]
+        kinds = [(weight, plan.beginning_of([k])) for k, weight in enumerate(weights)]
         keys = torch.tensor([kinds.index(kind) for kind in kinds])[chosen]
     groups = []
     for key in keys.unique().tolist():

@@ -6,9 +6,12 @@ closed form (`hddm.calibration.Moments.flow`):
 
     x_t = (1 - t) m + U sqrt(((1 - t)² c + t²) / ((1 - s)² c + s²)) U^T (x_s - (1 - s) m)
 
-m and c are those of the expert's calibration, m of the class where it is known. Without a calibration both
-are 0, so that x_t = x_s t/s, as other samplers begin. All calls of networks then lie at or below the end
-(`VelocityField.end`). An expert whose schedule reaches t = 1 has no first step.
+m and c are those of the expert's calibration, m of the class where it is known. All calls of networks then
+lie at or below the end (`VelocityField.end`). An expert whose schedule reaches t = 1 has no first step.
+
+**Without a calibration** other samplers begin with m = 0 and c = 0, x_t = x_s t/s, as if the data's mean were
+0. Here the first call asks for that mean: at x_t, at the end t, the network estimates x_0, nearly its mean
+there (`mean_seen`), and the next step begins at x_t + (1 - t/s) x_0. So this first step is one of the grid.
 
 A sample of one expert begins at the end of that expert, and samples of a mixture at the largest end of all
 experts. Above the smaller end of one of them the rule of `hddm.velocity` holds: to leave that expert out
@@ -23,6 +26,7 @@ from hddm.condition_names import LABELS
 from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
+from hddm.solvers import Velocity
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 
@@ -62,13 +66,22 @@ def time_grid(steps: int, shift: float = 1.0, first: float = 1.0) -> Tensor:
     return times
 
 
-def end_of(model: Ensemble, expert: int) -> float:
-    """The end of an ``expert``, or of the one of its domain for the most noise; see `VelocityField.end`."""
-    last = expert
+def beginner_of(model: Ensemble, expert: int) -> VelocityField:
+    """The expert that samples of an ``expert`` begin with: the one of its domain for the most noise."""
     for k, one in enumerate(model.experts):
         if model.domains[k] == model.domains[expert] and one.noise_range[1] == 1:
-            last = k
-    return model.experts[last].end
+            return one
+    return model.experts[expert]
+
+
+def mean_seen(velocity: Velocity, x: Tensor, s: float, t: float) -> Tensor:
+    """The x_0 (n, C, H, W) that networks see in states x of time ``s``, asked at their end ``t``.
+
+    Where x_0 stays, x_s is at a time r the state (r/s) x_s + (1 - r/s) x_0.
+    """
+    at_end = torch.tensor(t, dtype=torch.float64)
+    moved = t / s * x
+    return moved - t * velocity(moved, at_end, at_end)
 
 
 def first_step(

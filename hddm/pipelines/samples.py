@@ -167,9 +167,9 @@ def _begins_at(how: Plan) -> float | list[float] | None:
     It is a list, of each expert in order, where every image has an expert of its own and these differ.
     """
     if how.expert is None and how.model.strategy == "draw":
-        found = [how.begin_of(k) for k in range(len(how.model.experts))]
+        found = [how.beginning_of([k]).time for k in range(len(how.model.experts))]
     else:
-        found = [how.begin_of(how.expert)]
+        found = [how.beginning_of(None if how.expert is None else [how.expert]).time]
     if min(found) == float(how.times[0]):
         return None
     return found[0] if len(set(found)) == 1 else found

@@ -30,7 +30,7 @@ from hddm.ensemble import Ensemble
 from hddm.predictions import PathPoint, Prediction
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
-from hddm.times import end_of
+from hddm.times import beginner_of
 from hddm.training.loop import StepInputs
 from hddm.training.objectives import conditions_in
 from hddm.training.settings import DistillRecipe
@@ -82,7 +82,7 @@ def solve(
     The file is one teacher's. Raises `HddmError` as `hddm.sampling.integrate`.
     """
     times = plan(teacher, steps=GRID).times[list(SOLVED)]
-    ends = [end_of(teacher, k) for k in range(len(teacher.experts))]
+    ends = [beginner_of(teacher, k).end for k in range(len(teacher.experts))]
     known = {name: value.contiguous() for name, value in conditions.items()}
     numbers = [num, seed, guidance_scale, *times.tolist()]
     if min(ends) < 1:

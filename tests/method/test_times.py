@@ -1,7 +1,6 @@
 """The first step of samples, to the end of the experts' schedules, and calls of networks, all below it."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from hddm.running import Batch, Latents, Seeded, run
 from hddm.sampling import batches, integrate, plan, sample
 from hddm.schedules import EDMSchedule, LinearSchedule
 from hddm.solvers import SOLVERS
-from hddm.times import end_of, first_step, time_grid
+from hddm.times import beginner_of, first_step, mean_seen, time_grid
 from hddm.training.mean_flow import GRID, SOLVED, solve
 from hddm.velocity import VelocityField
 from tests.artefacts import refusal
@@ -132,13 +131,15 @@ def test_all_calls_of_one_expert_lie_inside_its_schedule(
 ) -> None:
     field = _counted(GAUSSIAN, case, calibration=_calibration(GAUSSIAN) if calibrated else None)
     sample(field, 3, steps=10, solver=solver)
-    assert len(field.asked) == 10 * CALLS[solver]
+    # Without a calibration, one step is the call that asks for the mean.
+    others = 10 if calibrated else 9
+    assert len(field.asked) == others * CALLS[solver] + (10 - others)
     end = field.range[1] if calibrated else min(field.range[1], 0.95)
     assert field.asked[0] == max(field.asked) == end < 1
-    assert len({*field.asked}) >= 10
+    assert len({*field.asked}) >= others
     # None of them is one that the schedule's end stands in for.
     fed = [time.unique() for _, time in field.network.fed]
-    assert len(torch.cat(fed).unique()) >= 10
+    assert len(torch.cat(fed).unique()) >= others
 
 
 def test_an_expert_begins_at_its_schedules_last_time_and_of_edm_at_its_largest_sigma() -> None:
@@ -146,7 +147,7 @@ def test_an_expert_begins_at_its_schedules_last_time_and_of_edm_at_its_largest_s
     field = VelocityField(lambda x, t: x, schedule, "v_prediction", sample_shape=SHAPE)
     assert field.end == pytest.approx(10 / 11)
     assert pytest.approx(SD.common_time(999)) == SD_END
-    assert plan(field).begin_of(None) == field.end
+    assert plan(field).beginning_of() == (field.end, True)
 
 
 @pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
@@ -154,7 +155,7 @@ def test_a_network_that_covers_all_noise_begins_there(prediction: str) -> None:
     zero = oracle_field(GAUSSIAN, ZERO_SNR, prediction, sample_shape=SHAPE)
     cosine = oracle_field(GAUSSIAN, case_named("cosine"), "epsilon", sample_shape=SHAPE)
     assert zero.end == cosine.end == 1
-    assert plan(cosine).begin_of(None) == 1
+    assert plan(cosine).beginning_of() == (1, False)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -193,6 +194,40 @@ def test_gaussian_data_are_exact_up_to_the_solver_and_noise_alone_is_the_step_wi
     torch.testing.assert_close(moved, SD_END * x)
 
 
+def test_without_moments_the_first_call_tells_the_mean_of_the_data() -> None:
+    """At equal calls it is nearer to the exact flow than noise alone, and than networks above their end."""
+    noise = Seeded(3).initial(range(200), SHAPE)
+    for case in (SD, DDPM):
+        field = oracle_field(GAUSSIAN, case, "epsilon", sample_shape=SHAPE)
+        exact = _exact(GAUSSIAN, noise, 1.0, 0.0).float()
+
+        def velocity(x: Tensor, now: Tensor, then: Tensor, field: VelocityField = field) -> Tensor:
+            return field.velocity(x, now)
+
+        solve = SOLVERS["adams-moulton"]
+        errors = [
+            (made - exact).square().mean().sqrt()
+            for made in (
+                sample(field, 200, 3, 25),
+                solve(velocity, noise, time_grid(25)),
+                solve(velocity, field.end * noise, time_grid(25, first=field.end)),
+            )
+        ]
+        assert errors[0] < min(errors[1:]) / 2
+
+
+def test_what_networks_see_at_their_end_is_the_mean_and_one_call_alone_is_what_they_see() -> None:
+    field = _counted(GAUSSIAN)
+    x = Seeded(3).initial(range(4), SHAPE)
+    seen = mean_seen(lambda x, now, then: field.velocity(x, now), x, 1.0, SD_END)
+    # Noise tells next to nothing of what it hides.
+    torch.testing.assert_close(
+        seen.double().flatten(1), GAUSSIAN.mean.expand(4, -1), atol=0.3, rtol=0
+    )
+    torch.testing.assert_close(sample(field, 4, 3, 1, solver="euler"), seen)
+    assert len(field.asked) == 2
+
+
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2), ("adams-moulton", 2)])
 def test_a_mixture_keeps_the_order_of_the_solver(solver: str, order: int) -> None:
     shard = SHARDS[0]
@@ -216,7 +251,8 @@ def test_draw_gives_each_sample_the_grid_of_its_own_expert() -> None:
     assert {*drawn.tolist()} == {0, 1, 2}
     for k, field in enumerate(ensemble.experts):
         assert max(field.asked) == ends[k]
-        assert len({*field.asked}) == 8
+        assert len(field.asked) % 8 == 0
+        assert len({*field.asked}) == (7 if k < 2 else 8)
     for k in range(3):
         alone = sample(_ensemble("draw"), 30, 1, 8, expert=k)
         own = _drawn(ensemble, 30, 1) == k
@@ -245,7 +281,7 @@ def test_a_mixture_begins_at_the_largest_end_and_a_pair_at_that_of_its_noisy_hal
     pair[0].noise_range, pair[1].noise_range = (0.0, 0.5), (0.5, 1.0)
     for strategy in ("draw", "full"):
         ensemble = Ensemble(in_parts(pair, [0, 0]), strategy=strategy)
-        assert [end_of(ensemble, k) for k in range(2)] == [SD_END, SD_END]
+        assert all(beginner_of(ensemble, k) is pair[1] for k in range(2))
         sample(ensemble, 4, steps=6)
         assert pair[1].asked[0] == max(pair[1].asked) == SD_END
         assert max(pair[0].asked) < 0.5
@@ -379,7 +415,8 @@ def test_pictures_that_begin_above_the_end_go_there_first(options: Mapping[str, 
         asked[strength] = len({*field.asked})
         if options:
             assert torch.equal(made[..., :1], PICTURE[..., :1].expand(2, *SHAPE[:2], 1))
-    assert asked == {0.93: 19, 0.95: 19, 0.99: 20, 1.0: 20}
+    # The picture above the end has as many steps as before, one of which is the call that asks.
+    assert asked == {0.93: 19, 0.95: 18, 0.99: 19, 1.0: 19}
     if not options:
         assert torch.equal(made, sample(_counted(GAUSSIAN), 2, 5, 20))
 
@@ -447,7 +484,7 @@ def test_kept_trajectories_of_a_teacher_with_a_first_step_are_told_from_those_wi
 
 
 def test_times_of_the_callers_own_are_steps_above_the_end_too() -> None:
-    field, steps = _counted(GAUSSIAN), []
+    field, steps = _counted(GAUSSIAN, calibration=_calibration(GAUSSIAN)), []
     times = torch.tensor([1.0, 0.97, 0.95, 0.9, 0.4, 0.0], dtype=torch.float64)
     x = Seeded(1).initial(range(3), SHAPE)
 
@@ -457,10 +494,16 @@ def test_times_of_the_callers_own_are_steps_above_the_end_too() -> None:
 
     integrate(field, x, times, on_step=on_step)
     assert [index for index, _ in steps] == [0, 1, 2, 3, 4]
-    torch.testing.assert_close(steps[1][1], 0.95 * x)
+    exact = _exact(GAUSSIAN, x, 1.0, 0.95).float()
+    torch.testing.assert_close(steps[1][1], exact)
     assert field.asked == [SD_END, 0.9, 0.4]
-    above = integrate(field, x, times[:3])
-    torch.testing.assert_close(above, 0.95 * x)
+    torch.testing.assert_close(integrate(field, x, times[:3]), exact)
+    field.calibration, field.asked = None, []
+    blind = integrate(field, x, times[:3])
+    assert field.asked == [SD_END]
+    assert (blind - exact).norm() < (0.95 * x - exact).norm() / 4
+    integrate(field, x, times)
+    assert field.asked[1:] == [SD_END, SD_END, 0.9, 0.4]
     up = integrate(field, x, times[2:].flip(0))
     assert up.isfinite().all()
 
@@ -470,7 +513,7 @@ def test_the_grid_of_a_batch_is_the_plans_own_where_nothing_begins_above() -> No
     assert how.times_of(Batch.of(2, Conditions(), torch.zeros(2).long())) is how.times
     own = plan(_counted(GAUSSIAN), times=time_grid(3), noise=Latents(x=torch.zeros(2, *SHAPE)))
     assert own.times_of(Batch.of(2, Conditions(), torch.zeros(2).long())) is own.times
-    assert math.isclose(own.begin_of(0), SD_END)
+    assert own.beginning_of([0]) == (SD_END, True)
 
 
 def test_no_sample_depends_on_the_batch_that_it_is_in() -> None:
@@ -485,4 +528,4 @@ def test_an_expert_alone_is_refused_where_its_own_range_of_noise_leaves_some_out
     field = _counted(GAUSSIAN, noise_range=(0.0, 0.95))
     assert "is outside the noise range 0:0.95" in refusal(sample, field, 2)
     flow = VelocityField(lambda x, t: x, LinearSchedule(), "flow_prediction", sample_shape=SHAPE)
-    assert plan(flow).begin_of(None) == 1
+    assert plan(flow).beginning_of() == (1, False)
