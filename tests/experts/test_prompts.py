@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler
@@ -357,7 +358,8 @@ def test_two_latent_spaces_have_a_vae_each(
             ["a cat"] * 6, seed=1, num_inference_steps=2
         ).images
         for i, (one, image) in enumerate(zip(own, images, strict=True)):
-            if one.tobytes() == image.tobytes():
+            # Batches of other sizes round differently.
+            if np.abs(np.array(one).astype(int) - np.array(image)).max() <= 1:
                 chosen[i] = k
     assert set(chosen) == set(range(6))
     assert set(chosen.values()) == {0, 1}
