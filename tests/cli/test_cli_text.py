@@ -104,8 +104,9 @@ def latents(ensemble: Path, tmp_path: Path, hddm: Command) -> Latents:
             "--overwrite",
             "--output-type",
             "latent",
+            # The first may go to the mean of the data alone.
             "--steps",
-            2,
+            4,
         )
         code, _, error = hddm("sample", ensemble, *out, *options)
         assert code == 0, error
