@@ -7,7 +7,8 @@ them. Before a run, a target weight W (out, in) becomes
     W + alpha/rank · B A,   A (rank, in),  B (out, rank),
 
 computed in float32 at least and then cast, so that an adapted network is like any other. Of a convolution W
-is (out, in, h, w), A (rank, in, h, w) and B (out, rank, 1, 1).
+is (out, in, h, w), A (rank, in, h, w) and B (out, rank, 1, 1). Several adapters of one base in an ensemble
+are not merged, and share it (`hddm.experts.sharing`).
 """
 
 import os
