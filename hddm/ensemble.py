@@ -36,7 +36,7 @@ from hddm.conditions import Inputs, check_names, check_negative, check_rows
 from hddm.fit import Findings, compare
 from hddm.guidance import Guidance
 from hddm.networks.calls import finished_together
-from hddm.networks.offload import in_best_order
+from hddm.networks.offload import expect_step, in_best_order
 from hddm.networks.sample_sizes import Size
 from hddm.networks.shared import AdaptedNetwork
 from hddm.parts import Part as Part
@@ -256,7 +256,9 @@ class Ensemble(Parts):
         expert, out of a ``batch`` of so many.
         """
         found = dict[int, Tensor]()
-        for pack in self._packs(rows, batch):
+        packs = self._packs(rows, batch)
+        expect_step(self.experts[pack[0]].network for pack in packs)
+        for pack in packs:
             if len(pack) == 1:
                 found[pack[0]] = self.experts[pack[0]].guided(*asked_of(pack[0]))
             else:

@@ -8,7 +8,7 @@ from generators of its own. The batch size changes rounding only, which a hard c
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
-from hddm.networks.offload import holder_of, is_offloaded
+from hddm.networks.offload import expect_batches, holder_of, is_offloaded
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -246,14 +246,16 @@ def batches(
     groups = _groups(plan, chosen, num, size, is_apart)
 
     def grouped() -> Iterator[Batch]:
-        for group in groups:
-            for rows in group.split(size):
-                experts = None if chosen is None else chosen[rows]
-                kind = plan.expert or 0
-                if experts is not None and is_apart:
-                    kind = int(experts[0])
-                own = [numbers[row] for row in rows.tolist()]
-                yield Batch(rows, own, conditions.rows(rows, model.device), experts, kind)
+        parts = [rows for group in groups for rows in group.split(size)]
+        for number, rows in enumerate(parts):
+            experts = None if chosen is None else chosen[rows]
+            if chosen is not None and is_offloaded(one.network for one in model.experts):
+                expect_batches(_in_order(model, chosen[torch.cat(parts[number:])].tolist()))
+            kind = plan.expert or 0
+            if experts is not None and is_apart:
+                kind = int(experts[0])
+            own = [numbers[row] for row in rows.tolist()]
+            yield Batch(rows, own, conditions.rows(rows, model.device), experts, kind)
 
     # All that can be refused was refused above, before the first batch is taken.
     return grouped()
@@ -279,6 +281,20 @@ def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bo
             rows = rows[domains[chosen[rows]].argsort(stable=True)]
         groups.append(rows)
     return groups
+
+
+def _in_order(model: Ensemble, experts: Iterable[int]) -> list[object]:
+    """Networks in the order in which samples of these ``experts``, batch after batch, need them."""
+    found = list[object]()
+    for expert in dict.fromkeys(experts):
+        same = []
+        for domain, one in zip(model.domains, model.experts, strict=True):
+            if domain == model.domains[expert]:
+                same.append(one)
+        # Steps lead from noise to data.
+        same.sort(key=lambda one: one.noise_range[1], reverse=True)
+        found += [one.network for one in same]
+    return found
 
 
 def _by_weights(model: Ensemble) -> list[int]:

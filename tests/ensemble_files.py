@@ -1,13 +1,16 @@
 """Tiny ensembles, in memory and as folders, whose experts and routers have random weights."""
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
 
 import hddm
 from hddm.calibration import Calibration, Moments
@@ -20,6 +23,7 @@ from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
 from hddm.experts.records import ExpertRecord, RouterRecord, save_router
 from hddm.networks.families import known_family
+from hddm.networks.folders import Unread
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -300,3 +304,33 @@ def derived(folder: Path) -> Derived:
         record.strategy,
         record.shift,
     )
+
+
+class Scales:
+    """Experts whose weights are weighed for as long as anything holds them."""
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref[np.ndarray]] = []
+        self.most = 0
+        self.reads: list[int] = []
+
+    def expert(self, seed: int, noise_range: Sequence[float] = (0, 1), **network: int) -> Expert:
+        expert = flow_expert(seed, {"noise_range": noise_range}, **network)
+        stored = {name: value.numpy() for name, value in expert.network.state_dict().items()}
+
+        def read(dtype: torch.dtype) -> dict[str, Tensor]:
+            self.on_read(seed)
+            fresh = {name: array.copy() for name, array in stored.items()}
+            self.alive += map(weakref.ref, fresh.values())
+            self.most = max(self.most, self.held())
+            return {name: torch.from_numpy(array) for name, array in fresh.items()}
+
+        return replace(expert, opened=Unread(expert.network, read), folder=Path())
+
+    def on_read(self, seed: int) -> None:
+        """Called before the weights of an expert are read."""
+        self.reads.append(seed)
+
+    def held(self) -> int:
+        arrays = [one() for one in self.alive]
+        return sum(array.nbytes for array in arrays if array is not None)

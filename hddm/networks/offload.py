@@ -9,23 +9,31 @@ the least recently used one when its budget is full:
 
 Weights of the stored dtype on the CPU are mapped: their pages are read as they are touched. Quantized weights
 are made from these one by one, so that no more than one is there in full.
+
+Where it is known which networks run next (`expect_step`, `expect_batches`) and there is room, the next one is
+brought while the present one computes (`hddm.networks.prefetch`).
 """
 
+import contextlib
 import itertools
+import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.prefetch import Arrival, copied
 from hddm.settings import INT8_IN_FLOAT64
 from hddm.utils.errors import HddmError, UsageError, optional
+from hddm.utils.memory import free_memory, is_out_of_memory, release
 
 Offload = Literal["none", "ram", "disk"]
 Tensors = Mapping[str, Tensor]
+log = logging.getLogger(__name__)
 
 
 class Shelf:
@@ -33,8 +41,9 @@ class Shelf:
 
     ``max_memory`` limits the bytes of all weights on the device, of which ``beside`` take their part first:
     models that stay there. By default, unless ``offload`` is none, there is room for the largest network, or
-    for the two largest where an expert runs ``together`` with its weak model. Raises `HddmError` if the
-    others leave no room, and `UsageError` for a limit without offload.
+    for the two largest where an expert runs ``together`` with its weak model; on a GPU with enough free
+    memory, for one more, which is brought ahead. Raises `HddmError` if the others leave no room, and
+    `UsageError` for a limit without offload.
     """
 
     def __init__(
@@ -50,6 +59,14 @@ class Shelf:
         self.together = 1
         self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
+        self._arriving: dict[StoredNetwork, Arrival] = {}
+        self._done: dict[StoredNetwork, torch.cuda.Event] = {}
+        """On a GPU, the end of the last run of a network."""
+        self._has_room_for_next: bool | None = None
+        """Whether a GPU's memory holds one network more than runs; None before the first one is there."""
+        self._brings_ahead = offload != "none"
+        self._in_step: Sequence[StoredNetwork] = ()
+        self._in_batches: Sequence[StoredNetwork] = ()
         self.lock = threading.RLock()
 
     def add(self, network: "StoredNetwork") -> None:
@@ -72,36 +89,147 @@ class Shelf:
         """Limit of the bytes of these networks on the device, None for no limit."""
         if self.offload == "none" or self._limit is not None:
             return self._limit
-        return sum(sorted(network.size for network in self._networks)[-self.together :])
+        most = self.together + bool(self._has_room_for_next)
+        return sum(self._sizes[-most:])
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of the networks, the largest last."""
+        return sorted(network.size for network in self._networks)
+
+    @contextlib.contextmanager
+    def running(self, network: "StoredNetwork") -> Iterator[None]:
+        """Hold the weights of ``network`` on its device; raises as `bring`."""
+        if self.offload == "none":
+            self.bring(network)
+            yield
+            return
+        # Another sampling thread must not evict the network that runs here.
+        with self.lock:
+            self.bring(network)
+            self._bring_next()
+            yield
+            if network.placement.is_cuda:
+                stream = torch.cuda.current_stream(network.placement.device)
+                self._done[network] = stream.record_event()
 
     def bring(self, network: "StoredNetwork") -> None:
         """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
         with self.lock:
+            self._in_step = _after(network, self._in_step)
+            self._in_batches = _after(network, self._in_batches)
             if network in self._present:
                 self._present.move_to_end(network)
                 return
-            self._refuse_larger(network)
-            limit = math.inf if self.budget is None else self.budget
-            while self._present and sum(self._present.values()) + network.size > limit:
-                self.forget(next(iter(self._present)))
-            network.place(network.fetch())
+            if network not in self._arriving:
+                self._refuse_larger(network)
+                self._look_for_room(network)
+                self._evict_for(network, list(self._present), list(self._arriving))
+            network.place(self._arrived(network))
             self._present[network] = network.size
 
-    def forget(self, network: "StoredNetwork") -> None:
-        """Remove ``network`` from the device, if present."""
+    def expect_step(self, networks: Sequence["StoredNetwork"]) -> None:
+        """Say which networks the present step runs, in this order."""
         with self.lock:
+            self._in_step = networks
+
+    def expect_batches(self, networks: Sequence["StoredNetwork"]) -> None:
+        """Say which networks the next batches of samples run, in this order."""
+        with self.lock:
+            self._in_batches = networks
+
+    def forget(self, network: "StoredNetwork") -> None:
+        """Remove ``network`` from the device, if it is there or on its way."""
+        with self.lock:
+            arrival = self._arriving.pop(network, None)
+            if arrival is not None:
+                arrival.discard()
             if self._present.pop(network, None) is not None:
                 network.clear()
 
     def is_present(self, network: "StoredNetwork") -> bool:
-        """True if the weights of ``network`` are on its device."""
-        return network in self._present
+        """True if the weights of ``network`` are on its device, or on their way to it."""
+        return network in self._present or network in self._arriving
+
+    def _look_for_room(self, network: "StoredNetwork") -> None:
+        """Find out whether the device has room for a network that is brought ahead."""
+        device = network.placement.device
+        if self._has_room_for_next is None and device.type == "cuda":
+            # One that runs, one that comes, and as much again for what they compute.
+            needed = (self.together + 2) * self._sizes[-1]
+            self._has_room_for_next = free_memory(device) >= needed
+
+    def _evict_for(
+        self, network: "StoredNetwork", *may_leave: Sequence["StoredNetwork"]
+    ) -> list["StoredNetwork"]:
+        """Make room for ``network``; returns those that left, in the order in which they may."""
+        limit = math.inf if self.budget is None else self.budget
+        left = []
+        for one in itertools.chain.from_iterable(may_leave):
+            if self._taken() + network.size <= limit:
+                break
+            self.forget(one)
+            left.append(one)
+        return left
+
+    def _taken(self) -> int:
+        return sum(self._present.values()) + sum(one.size for one in self._arriving)
+
+    def _bring_next(self) -> None:
+        """Begin to bring the next network that is expected, unless what runs before it had to leave."""
+        order = list(self._present)
+        running = order[-self.together :]
+        kept = set(running)
+        following = None
+        for network in itertools.chain(self._in_step, self._in_batches):
+            if not self.is_present(network):
+                following = network
+                break
+            kept.add(network)
+        if following is None or not self._brings_ahead:
+            return
+        may_leave = [one for one in order if one not in kept]
+        limit = math.inf if self.budget is None else self.budget
+        freed = sum(self._present[one] for one in may_leave)
+        if self._taken() - freed + following.size > limit:
+            return
+        left = self._evict_for(following, may_leave)
+        self._arriving[following] = following.arrival(self._ends_of(left))
+
+    def _ends_of(self, left: Iterable["StoredNetwork"]) -> list[torch.cuda.Event]:
+        return [self._done.pop(one) for one in left if one in self._done]
+
+    def _arrived(self, network: "StoredNetwork") -> Iterable[tuple[str, Tensor]]:
+        """The tensors of ``network`` on its device."""
+        arrival = self._arriving.pop(network, None)
+        if arrival is None:
+            return network.arrival().wait() if network.placement.is_cuda else network.fetch()
+        try:
+            return arrival.wait()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        log.warning(
+            "experts come one after the other: there is no room to bring the next one ahead"
+        )
+        self._has_room_for_next = self._brings_ahead = False
+        for one in list(self._present):
+            self.forget(one)
+        release()
+        return network.fetch()
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
         if self._limit is not None and not self.has_room_for(network):
             left = f"`max_memory` leaves {self._limit / 1e6:.1f} MB for experts"
             text = f"its weights take {network.size / 1e6:.1f} MB, and {left}"
             raise HddmError(f"{network.origin}: {text}; raise it, or use a smaller dtype")
+
+
+def _after(network: "StoredNetwork", order: Sequence["StoredNetwork"]) -> Sequence["StoredNetwork"]:
+    """What comes after ``network`` in an order; all of it where it is not there."""
+    if network not in order:
+        return order
+    return order[order.index(network) + 1 :]
 
 
 def _room_beside(models: Iterable[nn.Module], max_memory: int) -> int:
@@ -202,12 +330,7 @@ class StoredNetwork(nn.Module):
         return bool(self._in_int8)
 
     def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
-        if self.shelf.offload == "none":
-            self.shelf.bring(self)
-            return self.network(*inputs, **conditions)
-        # Another sampling thread must not evict the network that runs here.
-        with self.shelf.lock:
-            self.shelf.bring(self)
+        with self.shelf.running(self):
             return self.network(*inputs, **conditions)
 
     def move_to(self, shelf: Shelf) -> None:
@@ -222,8 +345,15 @@ class StoredNetwork(nn.Module):
             return self._host
         tensors = self._read(self.placement.dtype)
         if self.shelf.offload == "ram":
+            if self.placement.is_cuda:
+                # Once, as every copy to the GPU is made from pinned memory.
+                tensors = {name: value.pin_memory() for name, value in tensors.items()}
             self._host = tensors
         return tensors
+
+    def arrival(self, after: Sequence[torch.cuda.Event] = ()) -> Arrival:
+        """Begin to fetch all tensors that the network needs, in a thread, ``after`` these computations."""
+        return Arrival(self.fetch, self.placement.device, after)
 
     def fetch(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors that the network needs, one after the other, on its device."""
@@ -231,8 +361,9 @@ class StoredNetwork(nn.Module):
         constants = {}
         for name, value in self._constants.items():
             constants[name] = value.to(dtype) if value.is_floating_point() else value
-        everything = {**self.tensors(), **constants}
-        return ((name, value.to(to)) for name, value in everything.items())
+        for name, value in {**self.tensors(), **constants}.items():
+            there = copied(value, to)
+            yield name, _int8(there) if name in self._in_int8 else there
 
     def place(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put tensors into the network."""
@@ -240,8 +371,6 @@ class StoredNetwork(nn.Module):
             owner, _, leaf = name.rpartition(".")
             module = self.network.get_submodule(owner)
             if leaf in module._parameters:
-                if name in self._in_int8 and not value.is_meta:
-                    value = _int8(value)
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
             else:
                 module._buffers[leaf] = value
@@ -299,6 +428,27 @@ def in_best_order(networks: Mapping[int, object]) -> list[int]:
         return holder is not None and not holder.shelf.is_present(holder)
 
     return sorted(networks, key=is_absent)
+
+
+def expect_step(networks: Iterable[object]) -> None:
+    """Tell what holds their weights that the present step runs these ``networks``, in this order."""
+    for shelf, holders in _by_shelf(networks):
+        shelf.expect_step(holders)
+
+
+def expect_batches(networks: Iterable[object]) -> None:
+    """Tell what holds their weights that the next batches run these ``networks``, in this order."""
+    for shelf, holders in _by_shelf(networks):
+        shelf.expect_batches(holders)
+
+
+def _by_shelf(networks: Iterable[object]) -> list[tuple[Shelf, list[StoredNetwork]]]:
+    """Shelves whose networks come and go, with those that hold weights of ``networks``, each once."""
+    found = dict[Shelf, list[StoredNetwork]]()
+    for holder in dict.fromkeys(map(holder_of, networks)):
+        if holder is not None and holder.shelf.offload != "none":
+            found.setdefault(holder.shelf, []).append(holder)
+    return list(found.items())
 
 
 def is_offloaded(networks: Iterable[object]) -> bool:

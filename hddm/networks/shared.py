@@ -152,13 +152,10 @@ class SharedNetwork(StoredNetwork):
 
         Raises `NotShared` where a layer is not called with one row of numbers for each row of the batch.
         """
-        if self.shelf.offload == "none":
-            return self._run(adapters, *inputs, **conditions)
-        with self.shelf.lock:
+        with self.shelf.running(self):
             return self._run(adapters, *inputs, **conditions)
 
     def _run(self, adapters: Sequence[int | None], *inputs: Tensor, **conditions: Tensor) -> Any:
-        self.shelf.bring(self)
         running = _Running(len(adapters), self._spans(adapters))
         self._thread.running = running
         try:

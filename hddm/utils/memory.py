@@ -28,6 +28,12 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors on a GPU can still take, those in torch's cache included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class Fitting:
     """Rows that are worked on at once, halved each time that they do not fit.
 

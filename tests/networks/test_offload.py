@@ -1,6 +1,5 @@
 """Experts that come and go: the same images, no more memory than asked for, nothing read in vain."""
 
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,10 +12,8 @@ from torch import Tensor
 
 import hddm
 from hddm.ensemble import Ensemble
-from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.guidance import Guidance
-from hddm.networks.folders import Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import sample_to_folder
@@ -25,7 +22,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
 from tests.artefacts import Command, copied, refusal
 from tests.cases import in_parts
-from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
+from tests.ensemble_files import WEIGHTS, Scales, flow_expert, write_ensemble
 
 NUM = 4
 STEPS = 4
@@ -124,32 +121,6 @@ def test_no_more_is_on_the_device_than_the_limit_allows(
     assert len(most) == NUM * STEPS
     assert max(most) <= room
     assert len(_present(networks)) == room
-
-
-class Scales:
-    """Experts whose weights are weighed for as long as anything holds them."""
-
-    def __init__(self) -> None:
-        self.alive: list[weakref.ref[np.ndarray]] = []
-        self.most = 0
-        self.reads: list[int] = []
-
-    def expert(self, seed: int, noise_range: Sequence[float] = (0, 1), **network: int) -> Expert:
-        expert = flow_expert(seed, {"noise_range": noise_range}, **network)
-        stored = {name: value.numpy() for name, value in expert.network.state_dict().items()}
-
-        def read(dtype: torch.dtype) -> dict[str, Tensor]:
-            self.reads.append(seed)
-            fresh = {name: array.copy() for name, array in stored.items()}
-            self.alive += map(weakref.ref, fresh.values())
-            self.most = max(self.most, self.held())
-            return {name: torch.from_numpy(array) for name, array in fresh.items()}
-
-        return replace(expert, opened=Unread(expert.network, read), folder=Path())
-
-    def held(self) -> int:
-        arrays = [one() for one in self.alive]
-        return sum(array.nbytes for array in arrays if array is not None)
 
 
 def test_eight_experts_never_take_the_memory_of_two() -> None:
