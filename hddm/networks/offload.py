@@ -147,6 +147,16 @@ class Shelf:
             if self._present.pop(network, None) is not None:
                 network.clear()
 
+    def make_room(self, size: int, device: torch.device) -> None:
+        """On a GPU, let networks leave until a model of ``size`` bytes fits that comes for a while."""
+        if self.offload == "none" or device.type != "cuda":
+            return
+        with self.lock:
+            torch.cuda.synchronize(device)
+            # It computes, too.
+            while self._present and free_memory(device) < 1.25 * size:
+                self.forget(next(iter(self._present)))
+
     def is_present(self, network: "StoredNetwork") -> bool:
         """True if the weights of ``network`` are on its device, or on their way to it."""
         return network in self._present or network in self._arriving
@@ -232,11 +242,14 @@ def _after(network: "StoredNetwork", order: Sequence["StoredNetwork"]) -> Sequen
     return order[order.index(network) + 1 :]
 
 
+def size_of(model: nn.Module) -> int:
+    """Bytes of a model's weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def _room_beside(models: Iterable[nn.Module], max_memory: int) -> int:
     """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
-    taken = 0
-    for model in models:
-        taken += sum(p.numel() * p.element_size() for p in model.parameters())
+    taken = sum(map(size_of, models))
     if taken >= max_memory:
         alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
         raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")

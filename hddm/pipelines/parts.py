@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hddm.experts.ensemble_folders import COMPONENTS, unnumbered
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
+from hddm.networks.offload import size_of
 from hddm.networks.prompts import read_texts
 from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.vae import read_vae
@@ -103,6 +104,7 @@ class Offloading:
 
     experts: ExpertSet
     router: Callable[..., Tensor] | None
+    max_memory: int | None
     _visits: torch.device | None = None
 
     def enable_model_cpu_offload(
@@ -117,16 +119,54 @@ class Offloading:
             current = torch.accelerator.current_accelerator()
             device = None if current is None else torch.device(current.type, gpu_id or 0)
         self.experts.offload("ram", None)
-        self._visits = torch.device(device or "cpu")
-        self.experts.to(self._visits)
-        if isinstance(self.router, nn.Module):
-            self.router.to(self._visits)
-        for name in COMPONENTS:
-            part = getattr(self, name, None)
-            if isinstance(part, nn.Module):
-                part.to("cpu")
+        self.visit(torch.device(device or "cpu"))
 
     enable_sequential_cpu_offload = enable_model_cpu_offload
+
+    def visit(self, device: torch.device) -> None:
+        """Keep experts and router on ``device``, where VAEs and text encoders come while they run."""
+        self._visits = device
+        self.experts.to(device)
+        router = self._router_module()
+        if router is not None:
+            router.to(device)
+        for part in self.visitors:
+            part.to("cpu")
+
+    @property
+    def visitors(self) -> list[nn.Module]:
+        """VAEs and text encoders."""
+        parts = [getattr(self, name, None) for name in COMPONENTS]
+        return [part for part in parts if isinstance(part, nn.Module)]
+
+    def _router_module(self) -> nn.Module | None:
+        """The network that routes, if one does."""
+        # A `hddm.routers.Router` is no module, but its network may be.
+        router = self.router
+        if not isinstance(router, nn.Module):
+            router = getattr(router, "network", None)
+        return router if isinstance(router, nn.Module) else None
+
+    def _all_beside(self) -> list[nn.Module]:
+        """Router, VAEs and text encoders."""
+        router = self._router_module()
+        return [*self.visitors, *([] if router is None else [router])]
+
+    def _beside_experts(self) -> list[nn.Module]:
+        """Those that are on the experts' device at once; of parts that come and go the largest."""
+        beside = self._all_beside()
+        visitors = [] if self._visits is None else sorted(self.visitors, key=size_of)
+        return [part for part in beside if not any(part is one for one in visitors[:-1])]
+
+    def limit_memory(self, max_memory: int | None) -> None:
+        """Limit the bytes of all weights on the device, as `from_pretrained` does; None for no limit.
+
+        Quantized experts count with their size in int8. Raises `HddmError` for an expert that does not fit.
+        """
+        if max_memory is not None or self.max_memory is not None:
+            mode = self.experts.shelf.offload
+            self.experts.offload(mode, max_memory, self._beside_experts())
+        self.max_memory = max_memory
 
     @contextmanager
     def present(self, part: nn.Module) -> Iterator[Any]:
@@ -134,6 +174,7 @@ class Offloading:
         if self._visits is None:
             yield part
             return
+        self.experts.shelf.make_room(size_of(part), self._visits)
         try:
             yield part.to(self._visits)
         finally:

@@ -231,45 +231,36 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         return parts_for_loader(parts), *others
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
-        """Cast and move all parts, as in any diffusers pipeline."""
+        """Cast and move all parts, as in any diffusers pipeline.
+
+        Where experts are offloaded, VAEs and text encoders stay in main memory, and come to a device for as
+        long as they run.
+        """
         dtype = kwargs.pop("dtype", None)
         if dtype is None:
             dtype = next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # The casts of diffusers' own models warn for no reason.
-            for part in self._beside_experts():
+            for part in self._all_beside():
                 nn.Module.to(part, dtype)
             self.limit_memory(self.max_memory)
             nn.Module.to(self.experts, dtype)
         others = [one for one in args if one is not dtype]
-        moved: HDDMPipeline = super().to(*others, **kwargs)
+        device = kwargs.get("device", others[0] if others else None)
+        is_offloaded = self.experts.shelf.offload != "none"
+        if is_offloaded and device is not None and torch.device(device).type != "cpu":
+            self.visit(torch.device(device))
+            moved = self
+        else:
+            if device is not None:
+                self._visits = None
+            moved = super().to(*others, **kwargs)
         router = self._router_module()
         if router is not None:
-            nn.Module.to(router, self.experts.device)
+            router.to(self.experts.device)
+        if device is not None:
+            self.limit_memory(self.max_memory)
         return moved
-
-    def _router_module(self) -> nn.Module | None:
-        # A `hddm.routers.Router` is no module, but its network may be.
-        router = self.router
-        if not isinstance(router, nn.Module):
-            router = getattr(router, "network", None)
-        return router if isinstance(router, nn.Module) else None
-
-    def _beside_experts(self) -> list[nn.Module]:
-        """Router, VAEs and text encoders."""
-        parts = [self._router_module()]
-        parts += [getattr(self, name) for name in COMPONENTS]
-        return [part for part in parts if isinstance(part, nn.Module)]
-
-    def limit_memory(self, max_memory: int | None) -> None:
-        """Limit the bytes of all weights on the device, as `from_pretrained` does; None for no limit.
-
-        Quantized experts count with their size in int8. Raises `HddmError` for an expert that does not fit.
-        """
-        if max_memory is not None or self.max_memory is not None:
-            mode = self.experts.shelf.offload
-            self.experts.offload(mode, max_memory, self._beside_experts())
-        self.max_memory = max_memory
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an ensemble folder, completely or not at all, with weights in the dtype that they run in.

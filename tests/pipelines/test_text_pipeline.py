@@ -14,6 +14,7 @@ import hddm
 from hddm.experts.expert import Expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.guidance import Guidance
+from hddm.networks.offload import Offload, size_of
 from hddm.pipelines.parts import Offloading
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
@@ -267,3 +268,30 @@ def test_offloaded_parts_wait_on_the_cpu_until_they_are_used_and_experts_do_not(
     with pytest.raises(ZeroDivisionError), parts.present(parts.vae):
         raise ZeroDivisionError
     assert parts.vae.places[-2:] == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("mode", ["ram", "disk"])
+def test_where_experts_are_offloaded_vae_and_text_encoder_wait_too(
+    folder: Path, mode: Offload
+) -> None:
+    pipe = HDDMPipeline.from_pretrained(folder, offload=mode)
+    pipe.to("meta")
+    assert pipe.experts.device.type == "meta"
+    for part in (pipe.vae, pipe.text_encoder):
+        assert part.device.type == "cpu"
+    plain = HDDMPipeline.from_pretrained(folder)
+    plain.to("meta")
+    assert plain.vae.device.type == "meta"
+
+
+def test_parts_that_come_and_go_count_once_in_the_limit(folder: Path) -> None:
+    pipe = HDDMPipeline.from_pretrained(folder, offload="ram")
+    sizes = [size_of(part) for part in (pipe.vae, pipe.text_encoder)]
+    most = sum(sizes) + size_of(pipe.router) + pipe.experts.stored[0].size
+    with pytest.raises(HddmError, match="`max_memory` leaves"):
+        pipe.limit_memory(most - 1)
+    pipe.limit_memory(most)
+    pipe.to("meta")
+    pipe.limit_memory(most - min(sizes))
+    with pytest.raises(HddmError, match="`max_memory` leaves"):
+        pipe.limit_memory(most - min(sizes) - 1)
