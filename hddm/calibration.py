@@ -151,11 +151,14 @@ class Moments:
         along, rest = self.split(x_s - (1 - s) * mean)
         return (gain[:-1] * along) @ self.basis.T + gain[-1] * rest + (1 - t) * mean
 
-    def log_likelihood(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi)."""
+    def log_likelihood(self, x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi).
+
+        m is that of the classes in ``labels`` (N,), as in `mean_of`.
+        """
         t = t[:, None]
         variances = (1 - t) ** 2 * self.variances + t**2
-        along, rest = self.split(x_t - (1 - t) * self.mean)
+        along, rest = self.split(x_t - (1 - t) * self.mean_of(labels))
         squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[
             :, -1
         ]

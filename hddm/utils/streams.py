@@ -78,6 +78,12 @@ class Use(IntEnum):
     CONVERSION_STATES = 37
     """States on which a converted network is compared with its source."""
     CONVERSION_CONDITIONS = 38
+    OBJECTIVE = 39
+    """Noise of images whose error is measured, by image; parts are draws."""
+    LIKELIHOOD = 40
+    """Noise of images whose likelihood is measured, by image."""
+    PROBES = 41
+    """Signs that estimate a trace, by image; parts are probes."""
 
 
 def stream(seed: int, use: int, index: int = 0, part: int = 0) -> np.random.SeedSequence:

@@ -1,0 +1,1 @@
+"""Proper scores of models on held-out data: errors by noise level, and likelihood."""
