@@ -478,6 +478,32 @@ class EvaluationSettings(Described):
     """Number of broken images to accept; they are listed by name."""
 
 
+def _check_strategies(names: tuple[str, ...]) -> None:
+    for name in names:
+        Strategy.parse(name)
+
+
+class ObjectiveSettings(Described):
+    """How a model is scored on held-out images by its objective (`hddm.objective`)."""
+
+    strategies: Annotated[tuple[str, ...], _checked(_check_strategies)] = ()
+    """Strategy to score; may be repeated. Default: the ensemble's own."""
+    num_images: Positive = 512
+    """Most images whose errors are measured, spread evenly over all."""
+    noise_draws: Positive = 1
+    """Noise per image and level, over which errors are averaged."""
+    likelihood_images: Count = 64
+    """Most images whose likelihood is measured, spread evenly over all; 0 for none."""
+    smallest_noise: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
+    """Noise level t down to which the likelihood is integrated."""
+    seed: Seed = 0
+    """Seed of all random numbers."""
+    batch_size: Positive = 128
+    """Images that are computed together."""
+    device: DeviceName = "auto"
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+
+
 class CalibrationSettings(Described):
     """Samples to calibrate an expert on, without a shard."""
 

@@ -113,7 +113,7 @@ class Without(NamedTuple):
 
 IN_FILES_ALONE = ("weight_decay", "max_grad_norm", "max_non_finite", "keep", "log_every")
 """Settings without an option."""
-_SPELLED = {"prompts": "--prompt"}
+_SPELLED = {"prompts": "--prompt", "strategies": "--strategy"}
 _CALLBACKS = {READ: existing, MODEL: fetched}
 
 

@@ -43,7 +43,7 @@ class LikelihoodSettings:
 
     smallest: float = 0.02
     """The time s, above 0 and below 1."""
-    steps: int = 32
+    steps: int = 20
     """Steps of the classical Runge-Kutta method, of equal ratios of t."""
     probes: int = 4
     """Random signs by which a trace is estimated, where it is not exact."""

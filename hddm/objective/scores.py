@@ -1,0 +1,249 @@
+"""``hddm evaluate MODEL --held-out SHARD``: a model's errors by noise level and its likelihood."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hddm.classes import class_indices
+from hddm.condition_names import LABELS, TEXT
+from hddm.data.images import to_unit_range
+from hddm.data.shard_records import holds_shard
+from hddm.data.shards import TokenStore, open_shard
+from hddm.ensemble import Ensemble
+from hddm.evaluation.images import read_data
+from hddm.experts.loading import load
+from hddm.experts.shard_images import evenly_spaced
+from hddm.objective.errors import TIMES, velocity_errors
+from hddm.objective.flows import flows_of
+from hddm.objective.likelihood import LikelihoodSettings, bits_per_dimension, log_likelihood
+from hddm.objective.records import (
+    BitsScore,
+    HeldOutData,
+    HeldOutScores,
+    LevelScore,
+    StrategyScores,
+)
+from hddm.sampling import plan
+from hddm.settings import ObjectiveSettings, keywords
+from hddm.strategies import Strategy
+from hddm.utils.errors import HddmError, UsageError, errors_as
+from hddm.utils.files import check_result_file, write_whole
+from hddm.utils.progress import Progress
+from hddm.utils.records import model_hash
+from hddm.utils.tensors import available_device
+
+_PACKAGES = ("hddm-diffusion", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out samples, in the units of models, and what is known of each."""
+
+    path: Path
+    hash: str
+    samples: Tensor
+    classes: tuple[str, ...]
+    labels: Tensor | None
+    texts: TokenStore | None
+    are_pixels: bool
+
+    @classmethod
+    def read(cls, path: Path) -> "HeldOut":
+        """Samples of a shard, of a partition's held-out images, or of a folder of images.
+
+        Raises `HddmError` as `hddm.data.shards.open_shard` and `hddm.evaluation.images.read_data`.
+        """
+        if holds_shard(path):
+            shard = open_shard(path)
+            return cls(
+                path,
+                shard.hash,
+                shard.images,
+                shard.classes,
+                shard.labels,
+                shard.texts,
+                shard.space == "pixels",
+            )
+        group = read_data({"held_out": path})["held_out"]
+        images = group.images
+        pixels = to_unit_range(images.pixels)
+        return cls(path, group.record.hash, pixels, images.classes, images.labels, None, True)
+
+    def check(self, model: Ensemble) -> None:
+        """Raise an `HddmError` for samples of another shape than the model's."""
+        shape = tuple(self.samples.shape[1:])
+        for one in model.experts:
+            if one.sample_shape not in (None, shape):
+                raise HddmError(
+                    f"{self.path}: its samples are {shape}, the model's {one.sample_shape}; hddm encode "
+                    "brings images to a model's size and latents"
+                )
+
+    def conditions(self, model: Ensemble) -> dict[str, Tensor]:
+        """Conditions (N, …) that the model takes and these samples have, on its device."""
+        found = {}
+        takes = model.conditions if model.conditions is not None else ()
+        if LABELS in takes and self.labels is not None:
+            names = [self.classes[label] for label in self.labels.tolist()]
+            found[LABELS] = class_indices(names, model.classes).to(model.device)
+        if TEXT in takes and self.texts is not None:
+            found[TEXT] = self.texts.take(torch.arange(len(self.samples))).to(model.device)
+        return found
+
+
+@keywords
+def score_held_out(
+    model: Path,
+    held_out: Path,
+    settings: ObjectiveSettings,
+    *,
+    out: Path | None = None,
+    overwrite: bool = False,
+) -> HeldOutScores:
+    """Errors by noise level, and bits per dimension, of a model on held-out images.
+
+    They are the training objective and the likelihood of its samples (`hddm.objective.errors`,
+    `hddm.objective.likelihood`), under one strategy or several. All models see equal noise: image i depends
+    on (seed, i) alone.
+
+    Args:
+        model: an expert, or an ensemble.
+        held_out: a shard, a partition with held-out images, or a folder of images.
+        settings: its fields are keywords: see `hddm.settings.ObjectiveSettings`.
+        out: JSON file for the result.
+        overwrite: replace a result in ``out``.
+
+    Raises:
+        HddmError: for models and images that cannot be read or do not fit, strategies that define neither a
+            velocity nor a density, and experts that cover a part of the noise only.
+    """
+    if out is not None:
+        check_result_file(out, overwrite)
+    for name in settings.strategies:
+        if Strategy.parse(name).kind == "commit":
+            raise UsageError(
+                f"`strategy` {name}: below its noise level each sample keeps an expert, so a state has no "
+                "velocity of its own; score full and draw"
+            )
+    device = available_device(settings.device)
+    loaded = load(model, device=device)
+    data = HeldOut.read(held_out)
+    rows = evenly_spaced(data.samples, settings.num_images)
+    few = evenly_spaced(data.samples, settings.likelihood_images)[: settings.likelihood_images]
+    scores = []
+    with errors_as(UsageError):
+        planned = [plan(loaded, strategy=name) for name in settings.strategies or [None]]
+    for one in planned:
+        one.model.refuse_kinds(range(len(one.model.experts)))
+        data.check(one.model)
+    with Progress(len(planned) * (len(rows) * len(TIMES) + 20 * len(few)), "score") as advance:
+        for one in planned:
+            measured = _Measured(one.model, data, settings, advance)
+            strategy = "" if len(one.model.experts) == 1 else one.model.strategy
+            scores.append(
+                StrategyScores(
+                    strategy=strategy, levels=measured.errors(rows), bits=measured.bits(few)
+                )
+            )
+    result = HeldOutScores(
+        model=str(model),
+        model_sha256=model_hash(model),
+        data=HeldOutData(
+            path=str(held_out),
+            hash=data.hash,
+            rows=tuple(rows.tolist()),
+            likelihood_rows=tuple(few.tolist()),
+        ),
+        seed=settings.seed,
+        noise_draws=settings.noise_draws,
+        strategies=tuple(scores),
+        versions={"python": platform.python_version()}
+        | {name: version(name) for name in _PACKAGES},
+    )
+    if out is not None:
+        text = result.model_dump_json(indent=2)
+        write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
+    return result
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A model under a strategy, and the images that it is scored on."""
+
+    model: Ensemble
+    data: HeldOut
+    settings: ObjectiveSettings
+    advance: Progress
+
+    @property
+    def _has_velocity(self) -> bool:
+        return self.model.strategy != "draw" or self.model.num_domains == 1
+
+    def _batches(self, rows: Tensor) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Rows of each batch, and their conditions."""
+        conditions = self.data.conditions(self.model)
+        found = []
+        for part in rows.split(self.settings.batch_size):
+            found.append((part, {name: value[part] for name, value in conditions.items()}))
+        return found
+
+    def errors(self, rows: Tensor) -> tuple[LevelScore, ...]:
+        """Errors of these images at `TIMES`; none where samples keep an expert of their own."""
+        if not self._has_velocity:
+            self.advance(len(rows) * len(TIMES))
+            return ()
+        by_time: dict[float, list[float]] = {time: [] for time in TIMES}
+        for part, conditions in self._batches(rows):
+            (flow,), _ = flows_of(self.model, conditions, len(part))
+            samples = self.data.samples[part]
+            for time in TIMES:
+                found = velocity_errors(
+                    flow.velocity,
+                    samples,
+                    part.tolist(),
+                    time,
+                    self.settings.seed,
+                    self.settings.noise_draws,
+                )
+                by_time[time] += found.tolist()
+                self.advance(len(part))
+        return tuple(LevelScore(t=time, by_image=tuple(errors)) for time, errors in by_time.items())
+
+    def bits(self, rows: Tensor) -> BitsScore | None:
+        """Bits per dimension of these images; None without any."""
+        if not len(rows):
+            return None
+        how = LikelihoodSettings(smallest=self.settings.smallest_noise)
+        dimensions = self.data.samples[0].numel()
+        bits, errors = [], []
+        for part, conditions in self._batches(rows):
+            flows, shares = flows_of(self.model, conditions, len(part))
+            samples, numbers = self.data.samples[part], part.tolist()
+            densities = []
+            for flow in flows:
+                densities.append(log_likelihood(flow, samples, numbers, self.settings.seed, how))
+            # (flows, probes, n); flows that differ by their probes alone are averaged last.
+            total = (torch.stack(densities) + shares[:, None]).logsumexp(0)
+            found = bits_per_dimension(total, dimensions, self.data.are_pixels)
+            bits += found.mean(0).tolist()
+            errors.append(found)
+            self.advance(20 * len(part))
+        return BitsScore(
+            by_image=tuple(bits),
+            estimate_error=_estimate_error(torch.cat(errors, 1)),
+            smallest_noise=how.smallest,
+            steps=how.steps,
+        )
+
+
+def _estimate_error(bits: Tensor) -> float | None:
+    """Standard error of the mean of bits (probes, n) that the probes add; None for exact traces."""
+    probes, images = bits.shape
+    if probes == 1:
+        return None
+    variance = bits.var(0).mean() / (probes * images)
+    return variance.sqrt().item()
