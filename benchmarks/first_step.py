@@ -27,8 +27,9 @@ from hddm.data.images import to_bytes, to_unit_range
 from hddm.evaluation.features import FeatureExtractor, open_extractor
 from hddm.evaluation.images import read_data
 from hddm.evaluation.measures import Gaussian, frechet_distance
+from hddm.noise import Latents
 from hddm.routers import MomentsRouter
-from hddm.running import Batch, Latents, run
+from hddm.running import Batch, run
 from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.solvers import SOLVERS
 from hddm.velocity import VelocityField

@@ -129,6 +129,7 @@ def sample_to_folder(
     clip_skip: int = 0,
     class_labels: str | None = None,
     conditions: PathText | None = None,
+    native: Literal["ddim", "dpmsolver++", "unipc", "flow-euler"] | None = None,
     height: int | None = None,
     width: int | None = None,
     init_image: PathText | None = None,

@@ -2,16 +2,11 @@
 
 `hddm.sampling` makes plans and batches. Here a batch starts as noise, or as a noised picture, and its states
 follow the velocity of the plan's ensemble through the plan's times.
-
-Random numbers of samples are initial noise, the number that draws an expert, and fresh noise for inpainting.
-`Seeded` noise of sample i depends on (seed, i) alone. `Generated` noise comes from the caller's generators,
-in the order in which diffusers' pipelines draw it. `Latents` are states that the caller provides.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,120 +19,13 @@ from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
+from hddm.native import native_samples
 from hddm.networks.families import sample_settings
+from hddm.noise import Noise, Shape
+from hddm.settings import NativeName
 from hddm.solvers import OnStep, Solver, unchanged
 from hddm.times import beginner_of, first_step, mean_seen, time_grid
 from hddm.utils.errors import HddmError
-from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream
-
-Shape = tuple[int, ...]
-Generators = torch.Generator | Sequence[torch.Generator] | None
-
-
-@dataclass(frozen=True)
-class Seeded:
-    """Noise of sample i by (seed, i) alone, whatever the batch; `HddmError` for a seed below 0."""
-
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        stream(self.seed, NOISE)
-
-    def initial(self, numbers: Sequence[int], shape: Shape, use: int = NOISE) -> Tensor:
-        """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32, of a ``use``."""
-        streams = [generator(self.seed, use, i) for i in numbers]
-        return torch.stack([torch.randn(shape, generator=one) for one in streams])
-
-    def draws(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers (n,) in [0, 1) by which experts are drawn, in float64."""
-        streams = [generator(self.seed, DRAW, i) for i in numbers]
-        return torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in streams])
-
-    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
-        """A function that returns new noise ``(n, *shape)`` at every call, in float32."""
-        streams = [generator(self.seed, FRESH, i) for i in numbers]
-        return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
-
-
-class Generated:
-    """Noise of samples 0 … ``num`` - 1 from a caller's generators, which go on from call to call.
-
-    In a list each generator serves one sample, first its noise, then the draw of its expert. A single
-    generator, or torch's own, serves all samples in that order.
-
-    Args:
-        generators: one for all, a list of ``num``, or None for torch's own.
-        num: number of samples.
-        shape: of the initial noise that is drawn before the experts are; () where they decide its shape.
-        latents: ``(num, *shape)``, in place of initial noise.
-    """
-
-    def __init__(
-        self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None
-    ) -> None:
-        self._generators, self._num, self._shape, self._latents = generators, num, shape, latents
-
-    @functools.cached_property
-    def _first(self) -> tuple[Tensor, Tensor]:
-        """Initial noise, and the draws of experts, which are drawn when the first of them is needed.
-
-        So a call that is refused leaves the caller's generators as they were.
-        """
-        generators, num, shape, latents = self._generators, self._num, self._shape, self._latents
-        if isinstance(generators, Sequence):
-            x, draws = [], []
-            for one in generators:
-                x.append(_normal(shape, one))
-                draws.append(_uniform((), one))
-            return torch.stack(x) if latents is None else latents, torch.stack(draws)
-        noise = _normal((num, *shape), generators) if latents is None else latents
-        return noise, _uniform((num,), generators)
-
-    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        noise, _ = self._first
-        if noise.shape[1:] == shape:
-            return noise[list(numbers)]
-        return torch.stack([_normal(shape, self._of(i)) for i in numbers])
-
-    def _of(self, number: int) -> torch.Generator | None:
-        return (
-            self._generators[number] if isinstance(self._generators, Sequence) else self._generators
-        )
-
-    def draws(self, numbers: Sequence[int]) -> Tensor:
-        _, draws = self._first
-        return draws[list(numbers)]
-
-    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
-        if isinstance(self._generators, Sequence):
-            return lambda: torch.stack([_normal(shape, self._of(i)) for i in numbers])
-        one = self._generators
-        return lambda: _normal((len(numbers), *shape), one)
-
-
-@dataclass(frozen=True)
-class Latents(Seeded):
-    """States x (n, …) of samples ``start`` … ``start`` + n - 1 at the first time; all else by the seed."""
-
-    x: Tensor = field(kw_only=True)
-    start: int = 0
-
-    def initial(self, numbers: Sequence[int], shape: Shape, use: int = NOISE) -> Tensor:
-        return self.x[[i - self.start for i in numbers]]
-
-
-Noise = Seeded | Generated
-"""Random numbers of samples, on the CPU; the methods of `Seeded` say which."""
-
-
-def _normal(shape: Shape, one: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=one, device=getattr(one, "device", None)).cpu()
-
-
-def _uniform(shape: Shape, one: torch.Generator | None) -> Tensor:
-    return torch.rand(
-        shape, generator=one, device=getattr(one, "device", None), dtype=torch.float64
-    ).cpu()
 
 
 class NotFinite(HddmError):
@@ -199,6 +87,8 @@ class Plan:
     picture: Callable[[int], Picture | None]
     """What samples begin with, in the units of the expert with this index; None for noise."""
     router_every: int = 1
+    native: NativeName | None = None
+    """A sampler of `hddm.native`, in place of the solver."""
 
     @property
     def steps(self) -> int:
@@ -381,6 +271,8 @@ def _integrate(
         use.kept = batch.expert
     if stop():
         return x
+    if plan.native is not None:
+        return _natively(plan, batch, x, plan.native, on_step, stop, use)
     mixed = model if batch.expert is not None or model.commits_at is None else model.under("full")
     times, done = plan.times_of(batch), 0
     if plan.beginning_of_batch(batch).time < plan.times[0]:
@@ -404,6 +296,32 @@ def _integrate(
             use.kept = batch.expert
     walk = _Walk(model, plan, batch, _later(on_step, done + above), stop, use, is_checked)
     return solver(walk.velocity, x, times[above:], walk.on_step_unless_stopped)
+
+
+def _natively(
+    plan: Plan,
+    batch: Batch,
+    x: Tensor,
+    name: NativeName,
+    on_step: OnStep,
+    stop: Callable[[], bool],
+    use: ExpertUse | None,
+) -> Tensor:
+    """Samples (n, C, H, W) from noise x of a batch of one expert, by that expert's own sampler."""
+    walk = _Walk(plan.model, plan, batch, on_step, stop, use, is_checked=False)
+    assert walk.choice is not None
+    if use is not None:
+        use.add(1.0, walk.choice.weights)
+    conditions = batch.conditions
+    inputs = plan.model.inputs_by_expert(
+        x, walk.choice, plan.guidance, conditions.negative, conditions.given
+    )
+    (expert,) = walk.choice.rows
+    part = plan.model.parts[expert]
+    is_pixels = part.vae is None and x.shape[1] in (1, 3)
+    return native_samples(
+        part.field, x, plan.steps, name, inputs[expert], is_pixels, walk.on_step_unless_stopped
+    )
 
 
 def _later(on_step: OnStep, done: int) -> OnStep:

@@ -23,8 +23,11 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
+from hddm.native import refuse_native
 from hddm.networks.offload import expect_batches, holder_of, is_offloaded
-from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
+from hddm.noise import Latents, Noise, Seeded
+from hddm.running import Batch, Plan, pick_experts, posterior_of, run
+from hddm.settings import NativeName
 from hddm.solvers import (
     DEFAULT_SOLVER,
     DEFAULT_STEPS,
@@ -127,6 +130,7 @@ def plan(
     noise: Noise | Callable[[], Noise] = Seeded(),  # noqa: B008 - it holds a number alone
     picture: Callable[[int], Picture | None] = lambda expert: None,
     times: Tensor | None = None,
+    native: NativeName | None = None,
 ) -> Plan:
     """Decide how samples are drawn; an argument that is None takes the model's own value.
 
@@ -146,6 +150,7 @@ def plan(
         noise: see `hddm.running`; or a function that returns it, called once all else is decided.
         picture: the picture to start from, and the region of it to keep; see `hddm.editing`.
         times: in place of ``steps`` and ``shift``.
+        native: a sampler of `hddm.native` in place of the solver, of each expert's own kind.
 
     Raises:
         HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a student with
@@ -173,7 +178,12 @@ def plan(
         raise HddmError(f"`guidance_scale` {scale:g}: {text}")
     check_effects(model, chosen, expert, guidance, router_every)
     first = picture(expert or 0)
+    if native is not None:
+        check_native(
+            model, native, expert, first, {"solver": solver, "shift": shift, "times": times}
+        )
     solver_name, solver = resolve_solver(model, solver, first)
+    solver_name = native or solver_name
     if times is None:
         grid_steps = steps if steps is not None else model.sampling_steps or DEFAULT_STEPS
         shift = model.shift if shift is None else shift
@@ -205,7 +215,30 @@ def plan(
         shape=shape,
         picture=picture,
         router_every=router_every,
+        native=native,
     )
+
+
+def check_native(
+    model: Ensemble,
+    name: NativeName,
+    expert: int | None,
+    picture: Picture | None,
+    others: Mapping[str, object],
+) -> None:
+    """Raise an `HddmError` for a native sampler beside ``others`` that are set, and as `refuse_native`."""
+    for option, value in others.items():
+        if value is not None:
+            raise HddmError(f"`native` {name}: has its own steps and solver; drop `{option}`")
+    if picture is not None:
+        raise HddmError(f"`native` {name}: begins with noise alone; drop the picture")
+    if expert is None and model.strategy != "draw" and model.num_domains > 1:
+        raise HddmError(
+            f"`native` {name}: each expert runs by itself; `strategy` draw does so, {model.strategy} mixes"
+        )
+    for k, one in enumerate(model.experts):
+        if expert in (None, k):
+            refuse_native(one, name)
 
 
 def batches(
@@ -266,7 +299,7 @@ def _groups(plan: Plan, chosen: Tensor | None, num: int, size: int, is_apart: bo
     if chosen is None:
         return [torch.arange(num)]
     model, domains = plan.model, torch.tensor(plan.model.domains)
-    if is_apart:
+    if is_apart or plan.native is not None:
         keys = chosen
     else:
         weights = [0] * len(model.experts)
@@ -367,6 +400,7 @@ def sample(
     router_every: int = 1,
     picture: Picture | None = None,
     use: ExpertUse | None = None,
+    native: NativeName | None = None,
     on_step: OnStep = unchanged,
     **conditions: Any,
 ) -> Tensor:
@@ -392,6 +426,7 @@ def sample(
         picture: the picture to start from, and the region of it to keep; see `hddm.editing`. With ``draw``
             and a router that looks at states, each expert is drawn from p(k | x_s, s).
         use: a tally of how the experts were used, which the caller reads afterwards.
+        native: see `plan`.
         on_step: see `hddm.solvers`; called for each batch in turn.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
@@ -425,6 +460,7 @@ def sample(
         shape=shape,
         noise=Seeded(seed),
         picture=lambda expert: picture,
+        native=native,
     )
     planned.model.refuse_kinds(range(len(planned.model.experts)) if expert is None else [expert])
     check_names(conditions, planned.model.conditions, sample)

@@ -133,6 +133,10 @@ StrategyName = Annotated[str, _checked(Strategy.parse)]
 """Name of a strategy, such as ``nucleus-0.9``; see `hddm.strategies`."""
 
 
+NativeName = Literal["ddim", "dpmsolver++", "unipc", "flow-euler"]
+"""Samplers of `hddm.native`."""
+
+
 def _check_device(name: str) -> None:
     if re.fullmatch(r"(auto|cpu|cuda|mps|xpu)(:\d+)?", name) is None:
         raise HddmError(choose(name, ("auto", "cpu", "cuda", "cuda:1", "mps")))
@@ -248,6 +252,8 @@ class SampleSettings(Computing, SamplingMethod):
     """Class names or numbers, separated by commas and cycled over the images."""
     conditions: InputPath | None = None
     """Safetensors file of conditions by name or negative_NAME, cycled over the images."""
+    native: NativeName | None = None
+    """Sampler of each expert's own kind in place of `solver`, to compare with: see the guide."""
     height: Positive | None = None
     """Height of the images in pixels, with `width`. Default: the experts' own."""
     width: Positive | None = None

@@ -28,22 +28,11 @@ from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_class
+from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, repeated
 from hddm.pipelines.parts import DtypeOfParts, dtypes_of, parts_for_loader, read_parts
-from hddm.running import (
-    Batch,
-    Generated,
-    Generators,
-    Latents,
-    Noise,
-    Plan,
-    Seeded,
-    gathered,
-    run,
-    shape_of,
-    state_dtype,
-)
+from hddm.running import Batch, Plan, gathered, run, shape_of, state_dtype
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, restore

@@ -26,11 +26,12 @@ from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
 from hddm.networks.folders import sha256_once
+from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.picture_texts import KEY, PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
-from hddm.running import Batch, Plan, Seeded, run
+from hddm.running import Batch, Plan, run
 from hddm.sampling import batches
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, errors_as
@@ -146,7 +147,11 @@ def planned(
         settings.clip_skip,
     )
     return pipeline.plan(
-        begin, expert=settings.expert, **settings.arguments, noise=Seeded(settings.seed)
+        begin,
+        expert=settings.expert,
+        **settings.arguments,
+        native=settings.native,
+        noise=Seeded(settings.seed),
     )
 
 
@@ -166,6 +171,8 @@ def _begins_at(how: Plan) -> float | list[float] | None:
 
     It is a list, of each expert in order, where every image has an expert of its own and these differ.
     """
+    if how.native is not None:
+        return None
     if how.expert is None and how.model.strategy == "draw":
         found = [how.beginning_of([k]).time for k in range(len(how.model.experts))]
     else:

@@ -43,9 +43,10 @@ from hddm.data.images import save_png, to_bytes
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Interval
 from hddm.networks.folders import sha256_once
+from hddm.noise import Seeded
 from hddm.pipelines.picture_texts import PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run
+from hddm.running import Batch, NotFinite, Plan, gathered, run
 from hddm.sampling import batches, plan
 from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.settings import Limits, SamplingMethod, ServeSettings, StrategyName

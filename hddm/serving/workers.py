@@ -24,7 +24,8 @@ from hddm.ensemble import Asked, Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.offload import StoredNetwork
-from hddm.running import Batch, Latents, Seeded, run
+from hddm.noise import Latents, Seeded
+from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line

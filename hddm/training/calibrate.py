@@ -37,7 +37,7 @@ from hddm.experts.shard_images import (
     evenly_spaced,
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.running import Seeded
+from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.settings import CalibrationSettings, keywords
 from hddm.solvers import euler

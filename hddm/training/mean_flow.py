@@ -27,8 +27,8 @@ from hddm.condition_names import TEXT
 from hddm.conditions import Conditions
 from hddm.data.shards import TokenStore
 from hddm.ensemble import Ensemble
+from hddm.noise import Seeded
 from hddm.predictions import PathPoint, Prediction
-from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.times import beginner_of
 from hddm.training.loop import StepInputs

@@ -24,7 +24,8 @@ from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
 from hddm.experts.denoising import velocity_errors
 from hddm.experts.shard_images import conditions_of, conditions_of_rows, evenly_spaced
-from hddm.running import Batch, Seeded, run
+from hddm.noise import Seeded
+from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.training.loop import StepReport, Watch, Watcher, mean
 from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, RunReport

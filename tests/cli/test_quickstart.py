@@ -14,7 +14,8 @@ from hddm.benchmark.run import run_benchmark
 from hddm.data.images import have_equal_pixels
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.running import Seeded, pick_experts
+from hddm.noise import Seeded
+from hddm.running import pick_experts
 from hddm_cli.lines import LINES
 from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline

@@ -11,7 +11,7 @@ from hddm.conditions import Conditions
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
-from hddm.running import Seeded
+from hddm.noise import Seeded
 from hddm.sampling import sample, time_grid
 from hddm.schedules import CosineSchedule
 from hddm.solvers import SOLVERS

@@ -17,7 +17,7 @@ from hddm.checkpoints.plan import plan_conversion
 from hddm.conditions import Conditions
 from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
-from hddm.running import Seeded
+from hddm.noise import Seeded
 from hddm.sampling import integrate, sample, time_grid
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError

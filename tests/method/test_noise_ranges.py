@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
-from hddm.running import Seeded, pick_experts
+from hddm.noise import Seeded
+from hddm.running import pick_experts
 from hddm.sampling import integrate, sample, time_grid
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField

@@ -14,7 +14,8 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
-from hddm.running import NotFinite, Seeded, pick_experts
+from hddm.noise import Seeded
+from hddm.running import NotFinite, pick_experts
 from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import SOLVERS

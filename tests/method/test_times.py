@@ -14,7 +14,8 @@ from hddm.conditions import Conditions
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
-from hddm.running import Batch, Latents, Seeded, run
+from hddm.noise import Latents, Seeded
+from hddm.running import Batch, run
 from hddm.sampling import batches, integrate, plan, sample
 from hddm.schedules import EDMSchedule, LinearSchedule
 from hddm.solvers import SOLVERS

@@ -12,8 +12,8 @@ import hddm
 from hddm.conditions import Conditions
 from hddm.data.images import to_bytes
 from hddm.guidance import Guidance
+from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.running import Seeded
 from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError

@@ -16,9 +16,9 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.expert import save_expert
 from hddm.networks.folders import WEIGHTS
+from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.predictions import Epsilon, FlowPrediction, PredictionType
-from hddm.running import Seeded
 from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import heun

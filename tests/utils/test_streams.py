@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hddm
-from hddm.running import Seeded
+from hddm.noise import Seeded
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, NUMBERS, Use, generator, seed_of, stream
 
