@@ -21,8 +21,8 @@ class EnsembleChange(Described):
 
     out: Path | None = None
     """Output folder; must not exist. Default: change the ensemble in place."""
-    router: Annotated[str | None, Shown("FOLDER|moments")] = None
-    """Router folder, or moments: a router from the experts' data statistics, without training."""
+    router: Annotated[str | None, Shown("FOLDER|moments|reliability")] = None
+    """Router folder; moments: from the experts' data statistics; or reliability: weights by noise level."""
     add: Annotated[tuple[Path, ...], MODEL] = ()
     """Expert to add to an ensemble."""
     remove: Annotated[tuple[str, ...], Shown("EXPERT")] = ()
@@ -54,7 +54,7 @@ def assemble(
         )
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
-    if router not in (None, "moments"):
+    if router not in (None, "moments", "reliability"):
         restore(Path(router))
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)

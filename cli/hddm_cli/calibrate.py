@@ -8,12 +8,15 @@ from typing import Annotated
 import typer
 
 from hddm.settings import CalibrationSettings
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.errors import UsageError
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm_cli.options import InputArgument, InputOption
 
 
 def calibrate(
-    expert: Annotated[Path, InputArgument(help="Expert folder; its calibration is replaced.")],
+    expert: Annotated[
+        Path, InputArgument(help="Expert or ensemble folder; its calibration is replaced.")
+    ],
     settings: CalibrationSettings,
     out: Annotated[
         Path | None,
@@ -21,28 +24,64 @@ def calibrate(
     ] = None,
     data: Annotated[
         Path | None,
-        InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself."),
+        InputOption(
+            help="Shard folder to calibrate on; for an ensemble, images that no expert was trained on. "
+            "Default: samples of the expert itself."
+        ),
     ] = None,
 ) -> None:
-    """Measure the statistics that an expert needs near pure noise.
+    """Measure the statistics that an expert needs near pure noise, or how reliable an ensemble's experts are.
 
-    These are the moments of its data and the table that blends its prediction with a Gaussian's near t = 1.
+    Of an expert these are the moments of its data and the table that blends its prediction with a Gaussian's
+    near t = 1. Of an ensemble, weights of the experts by noise level, for which its mixture has the least
+    error on --data.
     """
+    if (expert / ENSEMBLE_FILE).exists():
+        _weigh(expert, settings, out, data)
+        return
     from hddm.training.calibrate import recalibrate
 
-    with contextlib.nullcontext(expert) if out is None else _copied(expert, out) as folder:
+    with (
+        contextlib.nullcontext(expert)
+        if out is None
+        else _copied(expert, out, EXPERT_FILE) as folder
+    ):
         recalibrate(folder, data, settings=settings)
     typer.echo(
         f"{out or expert}: calibrated on {data or f'{settings.num_images} samples of its own'}"
     )
 
 
+def _weigh(
+    folder: Path, settings: CalibrationSettings, out: Path | None, data: Path | None
+) -> None:
+    if data is None:
+        raise UsageError(
+            "`data`: is required for an ensemble; name images that no expert was trained on"
+        )
+    plain = CalibrationSettings()
+    for name in ("num_images", "steps"):
+        if getattr(settings, name) != getattr(plain, name):
+            raise UsageError(f"`{name}`: is for an expert's own samples; an ensemble takes `data`")
+    from hddm.objective.reliability import TIMES, weigh_experts
+
+    with (
+        contextlib.nullcontext(folder)
+        if out is None
+        else _copied(folder, out, ENSEMBLE_FILE) as own
+    ):
+        weights = weigh_experts(own, data, settings.seed)
+    typer.echo(f"{out or folder}: experts are weighed on {data}")
+    for time, row in zip(TIMES, weights.tolist(), strict=True):
+        typer.echo(f"t = {time:g}: " + " ".join(f"{weight:.2f}" for weight in row))
+
+
 @contextlib.contextmanager
-def _copied(expert: Path, out: Path) -> Iterator[Path]:
-    """A copy of an expert's folder, of hard links where possible, that becomes ``out`` after the block."""
+def _copied(expert: Path, out: Path, record: str) -> Iterator[Path]:
+    """A copy of a model's folder, of hard links where possible, that becomes ``out`` after the block."""
     from hddm.utils.files import link_or_copy, new_folder
 
-    with new_folder(out, EXPERT_FILE) as draft:
+    with new_folder(out, record) as draft:
         for path in sorted(expert.rglob("*")):
             place = draft / path.relative_to(expert)
             if path.is_dir():

@@ -26,6 +26,7 @@ from hddm.experts.ensemble_folders import (
     KEPT,
     MOMENTS,
     MOMENTS_EVIDENCE,
+    RELIABILITY,
     ROUTER,
     EnsembleRecord,
     Member,
@@ -88,23 +89,26 @@ _OWN = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL
 class Routing:
     """How a new ensemble is routed: by a learned router in ``folder``, by ``evidence``'s moments, or not.
 
-    ``is_new`` is a router that was not checked before.
+    ``is_new`` is a router that was not checked before. ``by_reliability`` are weights by noise level.
     """
 
     folder: Path | None = None
     evidence: float | None = None
     is_new: bool = True
+    by_reliability: bool = False
 
     @property
     def is_absent(self) -> bool:
         """True if nothing routes, so that one expert is drawn per sample."""
-        return self.folder is None and self.evidence is None
+        return self.folder is None and self.evidence is None and not self.by_reliability
 
     @property
     def name(self) -> str | None:
         """What an ensemble's record calls it."""
         if self.evidence is not None:
             return MOMENTS
+        if self.by_reliability:
+            return RELIABILITY
         return None if self.folder is None else ROUTER
 
 
@@ -149,9 +153,11 @@ def assemble(
 
 
 def named_router(router: str | Path | None) -> Routing:
-    """Routing by what a caller names: a router's folder, ``moments``, or none."""
+    """Routing by what a caller names: a router's folder, ``moments``, ``reliability``, or none."""
     if router == MOMENTS:
         return Routing(evidence=MOMENTS_EVIDENCE)
+    if router == RELIABILITY:
+        return Routing(by_reliability=True)
     return Routing(None if router is None else Path(router))
 
 
@@ -249,6 +255,8 @@ def _kept_router(
     ensemble: Path, record: EnsembleRecord, experts: Sequence[Expert], strategy: str
 ) -> tuple[Routing, list[str]]:
     """The router of a changed ensemble, and a note where it knows too few shards and is left out."""
+    if record.router == RELIABILITY:
+        return Routing(by_reliability=True), []
     if record.learned is None:
         return Routing(evidence=record.evidence if record.router == MOMENTS else None), []
     known = read_record(ensemble / record.learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes

@@ -59,6 +59,7 @@ from hddm.utils.records import (
     OlderFormat,
     PositiveNumber,
     Record,
+    Share,
     SparseRecord,
     damage,
     ensemble_around,
@@ -137,6 +138,8 @@ _OTHER_GRIDS = (
 ENSEMBLE_FORMAT = "2.0"
 MOMENTS = "moments"
 """In place of a router's folder: a router by the experts' moments (`hddm.routers.MomentsRouter`)."""
+RELIABILITY = "reliability"
+"""In place of a router's folder: weights by noise level (`hddm.reliability.ReliabilityRouter`)."""
 MOMENTS_EVIDENCE = 10.0
 """Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
@@ -194,9 +197,20 @@ class Member(SparseRecord):
         return label(self.folder, self.name or self.folder)
 
 
-class EnsembleRecord(Record):
+class ReliabilityRecord(Record):
+    """Weights of the experts by noise level, measured on held-out images."""
+
+    times: Annotated[tuple[Share, ...], Field(min_length=1)]
+    weights: tuple[tuple[ShareWeight, ...], ...]
+    """A row for each time."""
+    data: str
+    """Hash of the images."""
+
+
+class EnsembleRecord(SparseRecord):
     """``ensemble.json``."""
 
+    sparse = ("reliability",)
     oldest: ClassVar[str] = "2.0"
     remedy = (
         "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router "
@@ -206,9 +220,11 @@ class EnsembleRecord(Record):
     format: str = ENSEMBLE_FORMAT
     experts: Annotated[tuple[Member, ...], Field(min_length=1)]
     router: str | None = None
-    """Folder of a learned router, `MOMENTS`, or None."""
+    """Folder of a learned router, `MOMENTS`, `RELIABILITY`, or None."""
     evidence: PositiveNumber = MOMENTS_EVIDENCE
     """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
+    reliability: ReliabilityRecord | None = None
+    """Factors on the router's probabilities; without a router the weights themselves."""
     strategy: str = "draw"
     shift: PositiveNumber = 1.0
     """Shift of the time grid (`hddm.times.time_grid`)."""
@@ -216,7 +232,7 @@ class EnsembleRecord(Record):
     @property
     def learned(self) -> str | None:
         """Folder of the learned router that routes."""
-        return None if self.router == MOMENTS else self.router
+        return None if self.router in (MOMENTS, RELIABILITY) else self.router
 
     @property
     def names(self) -> list[str]:
@@ -466,13 +482,17 @@ def write_ensemble_records(
         for path in base.iterdir():
             if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
                 link_or_copy(inside(base, path.name), place / path.name)
-    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in record.experts]
-    today = {"format": ENSEMBLE_FORMAT, "experts": experts}
-    write_json(draft / ENSEMBLE_FILE, record.model_dump(mode="json") | today)
+    _write_record(draft, record)
     router = {} if record.learned is None else {"router": CLASSES["router"][0]}
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, record.shift)
     write_manifest(draft, sha256_once)
+
+
+def _write_record(draft: Path, record: EnsembleRecord) -> None:
+    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in record.experts]
+    today = {"format": ENSEMBLE_FORMAT, "experts": experts}
+    write_json(draft / ENSEMBLE_FILE, record.model_dump(mode="json") | today)
 
 
 REPLACE_SECONDS = 60.0
@@ -504,6 +524,20 @@ def replace_file(
         save(own)
         write_records(own, record, {})
         rewrite_entry(own)
+
+
+def replace_ensemble_record(folder: Path, record: EnsembleRecord) -> None:
+    """Replace ``ensemble.json`` of a folder, with the folder as a whole; raises as `replace_file`."""
+    whole = folder.resolve()
+    with (
+        alone(whole, REPLACE_SECONDS),
+        new_folder(whole, ENSEMBLE_FILE, overwrite=True, is_locked=True) as draft,
+    ):
+        _link_all(whole, draft)
+        for one in (ENSEMBLE_FILE, MANIFEST):
+            (draft / one).unlink(missing_ok=True)
+        _write_record(draft, record)
+        write_manifest(draft, sha256_once)
 
 
 def _link_all(folder: Path, draft: Path) -> None:

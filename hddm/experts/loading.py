@@ -17,6 +17,7 @@ from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     KEPT,
     MOMENTS,
+    RELIABILITY,
     ROUTER,
     ClassName,
     EnsembleRecord,
@@ -39,6 +40,7 @@ from hddm.experts.records import EXPERT_FILE, RouterRecord, not_a_model, read_ro
 from hddm.fit import Findings
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
+from hddm.reliability import ReliabilityRouter
 from hddm.routers import MomentsRouter, Router
 from hddm.settings import DtypeName
 from hddm.strategies import Strategy
@@ -251,6 +253,11 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
             if part.field.calibration is not None:
                 moments.append(part.field.calibration.moments)
         route = MomentsRouter(moments, weights, record.evidence)
+    if record.reliability is not None:
+        known_weights = record.reliability
+        route = ReliabilityRouter(known_weights.times, known_weights.weights, route)
+    elif record.router == RELIABILITY:
+        route = ReliabilityRouter([0.0], [[1.0] * len(parts)])
     return Ensemble(parts, route, record.strategy, shift=record.shift)
 
 
@@ -280,7 +287,7 @@ def save_ensemble(
         save_router(draft / ROUTER, router, router.record)
         changes["router"] = ROUTER
     else:
-        changes["router"] = MOMENTS if record.router == MOMENTS else None
+        changes["router"] = record.router if record.router in (MOMENTS, RELIABILITY) else None
     known = {}
     for one in experts.experts:
         if one.record.adapter is not None and one.base is not None:

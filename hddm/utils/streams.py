@@ -84,6 +84,8 @@ class Use(IntEnum):
     """Noise of images whose likelihood is measured, by image."""
     PROBES = 41
     """Signs that estimate a trace, by image; parts are probes."""
+    RELIABILITY = 42
+    """Noise of images on which experts are weighed, by image."""
 
 
 def stream(seed: int, use: int, index: int = 0, part: int = 0) -> np.random.SeedSequence:
