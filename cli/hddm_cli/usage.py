@@ -41,6 +41,7 @@ _WORDS = {
     "IMAGES": "batch_size max_bad",
     "PIXELS": "resolution height width max_pixels",
     "SIDE": "sample_size",
+    "BYTES": "max_upload",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "clip_skip gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",

@@ -63,6 +63,7 @@ def serve(
     """
     ray = optional("ray", "hddm serve", "serve")
     optional("ray.serve", "hddm serve", "serve")
+    optional("python_multipart", "hddm serve", "serve")
     # A token from a file may end in a line break.
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:

@@ -58,12 +58,12 @@ class ServedSizes:
                 f"this service makes at most {self.most} pixels, as {self._words(self._below(wanted))}",
             )
         if near != (wanted,):
-            rule = f"multiples of {self.others.multiple}, at most {self.others.most}"
-            square = "squares, with sides that are " if self.others.is_square else ""
+            shape = "squares" if self.others.is_square else "pictures"
+            rule = f"sides that are multiples of {self.others.multiple}, at most {self.others.most}"
             fitting = [one for one in near if math.prod(one) <= self.most] or [self.own]
             raise self._refusal(
                 wanted,
-                f"this ensemble makes {square}{rule}; the nearest are {self._words(fitting)}",
+                f"this ensemble makes {shape} with {rule}; the nearest are {self._words(fitting)}",
             )
         return wanted
 

@@ -414,3 +414,20 @@ def test_a_slow_decoder_stops_neither_the_service_nor_the_samples_of_others(
 
     found = talk(front, lambda client: asyncio.wait_for(talks(client), 60))
     assert found == [200] * 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_on_a_gpu_the_front_has_all_its_parts_there(text: Path, strategy: str) -> None:
+    """VAE, text encoder and router; images are those of a CPU up to rounding, in TF32."""
+    on_gpu, on_cpu = (front_of(text, device=one, dtype="float32") for one in ("cuda", "cpu"))
+    for part in on_gpu.pipeline._beside_experts():
+        assert {one.device.type for one in part.parameters()} == {"cuda"}
+    assert on_gpu.ensemble.device.type == "cuda"
+    files = {"image": encoded(photo(8)), "mask": encoded(erased(photo(8), 2))}
+    texts = {"prompt": "a cat", "n": 4, "strategy": strategy}
+    for sent in (files, {"image": files["image"]}):
+        found, expected = (files_in(edit(one, sent, **texts)) for one in (on_gpu, on_cpu))
+        for one, other in zip(found, expected, strict=True):
+            levels = [np.asarray(Image.open(io.BytesIO(x))).astype(int) for x in (one, other)]
+            assert np.abs(levels[0] - levels[1]).max() <= 4

@@ -216,7 +216,7 @@ def test_squares_alone_are_told(tmp_path: Path) -> None:
     unit = front.sizes.others.multiple if front.sizes.others else 0
     wide = f"{side + unit}x{side}"
     error = ask(front, size=wide).json()["error"]
-    assert "this ensemble makes squares, with sides that are multiples of" in error["message"]
+    assert "this ensemble makes squares with sides that are multiples of" in error["message"]
     assert f"the nearest are {side}x{side}" in error["message"]
     (one,) = files_in(ask(front, size=f"{side + unit}x{side + unit}"))
     assert sizes_in([one]) == {(side + unit, side + unit)}
