@@ -3,8 +3,6 @@
 import asyncio
 import base64
 import io
-import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.front import Front
 from tests.ensemble_files import flow_expert, load_pipeline, saved, write_ensemble, write_text
 from tests.serving.test_front import IMAGES, STEPS, files_in, front_of, sampled, talk
+from tests.shard_files import bomb
 
 EDITS = "/v1/images/edits"
 HALF = np.array([[True] * 4] * 2 + [[False] * 4] * 2)
@@ -277,25 +276,14 @@ def test_transparency_says_what_is_new(front: Front) -> None:
     assert "mask has no fully transparent pixel" in refused.json()["error"]["message"]
 
 
-def bomb() -> bytes:
-    """A PNG file of 60,000×60,000 pixels, in a few bytes."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        checked = kind + content
-        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
-
-    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    data = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
-    return b"\x89PNG\r\n\x1a\n" + data + chunk(b"IEND", b"")
-
-
 WHOLE = encoded(photo(64))
 FORMS: dict[str, tuple[dict[str, bytes], dict[str, Any], int, str | None, str]] = {
     "no picture": ({}, {}, 400, "image", "has no file image"),
     "text": ({"image": b"hello"}, {}, 400, "image", "image: cannot be read as an image"),
     "empty": ({"image": b""}, {}, 400, "image", "image: cannot be read as an image"),
     "cut": ({"image": WHOLE[: len(WHOLE) // 2]}, {}, 400, "image", "image: cannot be read"),
-    "bomb": ({"image": bomb()}, {}, 400, "image", "more than 16777216 pixels"),
+    "bomb": ({"image": bomb()}, {}, 400, "image", "has more than 16777216 pixels"),
+    "large": ({"image": bomb(5000, 5000)}, {}, 400, "image", "is 5000×5000, more than 16777216"),
     "mask": ({"image": WHOLE, "mask": WHOLE[:60]}, {}, 400, "mask", "mask: cannot be read"),
     "other shape": (
         {"image": WHOLE, "mask": encoded(Image.new("L", (64, 32), 255))},
