@@ -267,3 +267,12 @@ def test_a_batch_that_does_not_fit_the_memory_is_halved(folder: Path, strategy: 
     assert max(largest) <= 2
     for one, other in zip(found, whole, strict=True):
         assert (levels(one) - levels(other)).abs().max() <= 1
+
+
+def test_the_front_reads_no_weights_of_experts(folder: Path) -> None:
+    """Also where its other parts are moved to a device, and for another size."""
+    front = front_of(folder)
+    files_in(ask(front, size="24x16", n=3))
+    for network in front.pipeline.experts.stored:
+        assert all(one.is_meta for one in network.network.parameters())
+    assert not any(one.is_meta for one in front.pipeline.vae.parameters())
