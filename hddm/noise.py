@@ -28,18 +28,33 @@ class Seeded:
 
     def initial(self, numbers: Sequence[int], shape: Shape, use: int = NOISE) -> Tensor:
         """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32, of a ``use``."""
-        streams = [generator(self.seed, use, i) for i in numbers]
+        streams = self.streams(use, numbers)
         return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
         """Numbers (n,) in [0, 1) by which experts are drawn, in float64."""
-        streams = [generator(self.seed, DRAW, i) for i in numbers]
+        streams = self.streams(DRAW, numbers)
         return torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in streams])
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
         """A function that returns new noise ``(n, *shape)`` at every call, in float32."""
-        streams = [generator(self.seed, FRESH, i) for i in numbers]
+        streams = self.streams(FRESH, numbers)
         return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
+
+    def streams(self, use: int, numbers: Sequence[int]) -> list[torch.Generator]:
+        """The generators of the samples ``numbers`` for a ``use``."""
+        return [generator(self.seed, use, i) for i in numbers]
+
+
+@dataclass(frozen=True)
+class OfSeveralSeeds(Seeded):
+    """Noise of samples of several seeds: sample r is sample i under the seed of ``pairs[r]``, (seed, i)."""
+
+    pairs: Sequence[tuple[int, int]] = field(kw_only=True)
+
+    def streams(self, use: int, numbers: Sequence[int]) -> list[torch.Generator]:
+        pairs = [self.pairs[row] for row in numbers]
+        return [generator(seed, use, i) for seed, i in pairs]
 
 
 class Generated:

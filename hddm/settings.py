@@ -228,6 +228,10 @@ class SamplingMethod(Described):
         return {name: getattr(self, name) for name in names}
 
 
+Memory = Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)]
+"""Bytes, as a number or such as 6GB."""
+
+
 class SampleSettings(Computing, SamplingMethod):
     """Options of ``hddm sample``, as recorded beside the images.
 
@@ -274,7 +278,7 @@ class SampleSettings(Computing, SamplingMethod):
     """Images computed together; it affects rounding only."""
     offload: Literal["none", "ram", "disk"] = "none"
     """Place of idle experts: on the device (none), in memory or on disk."""
-    max_memory: Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)] | None = None
+    max_memory: Memory | None = None
     """Limit of weights on the device with `offload`, such as 6GB. Default: room for one expert."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
@@ -532,6 +536,10 @@ class Limits(Described):
     """Maximum number of images per request."""
     max_steps: Positive = 250
     """Maximum number of steps per request."""
+    max_pixels: Positive | None = None
+    """Maximum number of pixels of an image. Default: twice those of the experts' own size."""
+    max_upload: Memory = ByteSize(16_000_000)
+    """Maximum size of an upload with its images, such as 16MB."""
     max_queue: Positive = 64
     """Maximum number of unfinished requests; further ones get status 429."""
     timeout: Annotated[float, Field(ge=0.1), Shown("SECONDS")] = 600.0

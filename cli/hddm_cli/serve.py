@@ -56,18 +56,19 @@ class Cluster(Described):
         dict[str, dict[Resource, Amount]], BeforeValidator(_resources), Shown("NAME=NUMBER,…")
     ] = Field({})
     """Ray resources of each worker: num_cpus (also its threads), num_gpus or your own; EXPERT:… for one
-    expert, front:… for the HTTP server. Default: num_cpus=1, and a GPU if there is one."""
+    expert, front:… for the HTTP server. Default: num_cpus=1, and the cluster's GPUs shared out evenly."""
 
 
 def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
     """Serve an ensemble over HTTP.
 
     Each expert runs in its own process, on one machine or many. The server speaks OpenAI's images API (POST
-    /v1/images/generations, GET /v1/models), and has /healthz and /metrics. Set HDDM_TOKEN to require that
-    token from clients. With --no-batching, images are exactly those of hddm sample. Needs the
-    extra serve (pip install '.[serve]' in a checkout).
+    /v1/images/generations and /v1/images/edits, GET /v1/models), and has /healthz and /metrics. Set
+    HDDM_TOKEN to require that token from clients. With --no-batching, images are exactly those of hddm
+    sample. Needs the extra serve (pip install '.[serve]' in a checkout).
     """
-    from hddm.serving.service import TOKEN, Placement
+    from hddm.serving.placement import Placement
+    from hddm.serving.service import TOKEN
     from hddm.serving.service import serve as run
 
     def ready(names: Sequence[str]) -> None:

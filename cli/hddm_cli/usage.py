@@ -30,7 +30,7 @@ _TOPICS = {
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
     "Features": "features cache save_classifier",
     "Students of few steps": "sampling_steps trajectories",
-    "Limits": "max_images max_steps max_queue timeout",
+    "Limits": "max_images max_steps max_pixels max_upload max_queue timeout",
     "Speed and memory": "batch_size batching device dtype offload max_memory compile quantize "
     "mixed_precision gradient_accumulation_steps gradient_checkpointing threads",
 }
@@ -39,8 +39,9 @@ _WORDS = {
     "FILE": "config schedule conditions init_image mask captions classes picture results save_classifier",
     "STEPS": "warmup checkpoint_every sample_every",
     "IMAGES": "batch_size max_bad",
-    "PIXELS": "resolution height width",
+    "PIXELS": "resolution height width max_pixels",
     "SIDE": "sample_size",
+    "BYTES": "max_upload",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "clip_skip gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",

@@ -56,15 +56,27 @@ def read_image(content: bytes, name: Path) -> Decoded:
         return Decoded(pixels, image.mode, image.format or "", image.has_transparency_data)
 
 
-def open_image(content: bytes, name: Path) -> Image.Image:
+def open_image(content: bytes, name: Path, most: int = LARGEST_IMAGE) -> Image.Image:
     """Decode one PNG, JPEG, WebP, BMP, GIF or TIFF to what `as_trained` makes of it.
 
     Raises:
-        OversizedImageError: for more than `LARGEST_IMAGE` pixels, before they are decoded.
+        OversizedImageError: for more than ``most`` pixels, before they are decoded.
         HddmError: for a file that is no image or damaged, and as `as_trained`.
     """
-    with _opened(content, name) as image:
+    with _opened(content, name, most) as image:
         return as_trained(image, name)
+
+
+def open_holes(content: bytes, name: Path, most: int = LARGEST_IMAGE) -> Image.Image | None:
+    """A mask in mode L, white where an encoded image is fully transparent; None if it has no transparency.
+
+    Raises as `open_image`.
+    """
+    with _opened(content, name, most) as image:
+        if not image.has_transparency_data:
+            return None
+        alpha = ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
+        return alpha.point(lambda level: 0 if level else 255)
 
 
 def as_trained(image: Image.Image, name: object = "image") -> Image.Image:
@@ -94,11 +106,11 @@ def decode_image(content: bytes, name: Path) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _opened(content: bytes, name: Path) -> Iterator[Image.Image]:
-    bound = f"more than {LARGEST_IMAGE} pixels; scale it down or remove it"
+def _opened(content: bytes, name: Path, most: int = LARGEST_IMAGE) -> Iterator[Image.Image]:
+    bound = f"more than {most} pixels; scale it down or remove it"
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            if image.width * image.height > LARGEST_IMAGE:
+            if image.width * image.height > most:
                 raise OversizedImageError(f"{name}: is {image.width}×{image.height}, {bound}")
             yield image
     except HddmError:

@@ -7,6 +7,8 @@ of a class, where that is derived from what its module calls ``ModelMixin``. `St
 reads as `hddm.HDDMPipeline` does.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +97,10 @@ def parts_for_loader(index: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_IN_USE = weakref.WeakKeyDictionary[nn.Module, Any]()
+"""A lock for each part: decoding casts a VAE and sets its tiles, and a tokenizer serves one thread."""
+
+
 class Offloading:
     """Offload methods of a diffusers pipeline whose experts run in any order.
 
@@ -170,12 +176,16 @@ class Offloading:
 
     @contextmanager
     def present(self, part: nn.Module) -> Iterator[Any]:
-        """Open a block in which ``part`` is on its device; an offloaded part then returns to the CPU."""
-        if self._visits is None:
-            yield part
-            return
-        self.experts.shelf.make_room(size_of(part), self._visits)
-        try:
-            yield part.to(self._visits)
-        finally:
-            part.to("cpu")
+        """Open a block in which ``part`` is on its device; an offloaded part then returns to the CPU.
+
+        Threads that need the same part follow each other.
+        """
+        with _IN_USE.setdefault(part, threading.RLock()):
+            if self._visits is None:
+                yield part
+                return
+            self.experts.shelf.make_room(size_of(part), self._visits)
+            try:
+                yield part.to(self._visits)
+            finally:
+                part.to("cpu")

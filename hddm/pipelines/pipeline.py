@@ -100,7 +100,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         self.max_memory: int | None = None
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
-        self._resized: Ensemble | None = None
+        self._replaced: Ensemble | None = None
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
@@ -117,8 +117,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             getattr(self.router, "record", None),
             self.experts.record,
         )
-        if self._resized is not None:
-            return self._resized
+        if self._replaced is not None:
+            return self._replaced
         shift = shift_of(self.scheduler)
         if self._ensemble is None or not _are_same(models, self._made_of):
             self._ensemble, self._made_of = ensemble_of(self.experts, self.router), models
@@ -148,10 +148,12 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             sizes.append((height // factor, width // factor))
             pixels.append(factor)
         resized = self.ensemble.at_sizes(sizes, pixels)
-        if resized is self.ensemble:
-            return self
+        return self if resized is self.ensemble else self.with_ensemble(resized)
+
+    def with_ensemble(self, ensemble: Ensemble) -> "HDDMPipeline":
+        """The same pipeline around another form of its ensemble, which makes the samples."""
         other: HDDMPipeline = copy.copy(self)
-        other._resized = resized
+        other._replaced = ensemble
         return other
 
     @property

@@ -4,9 +4,11 @@ It holds text encoders, router and VAEs. Under ``draw`` each image is one messag
 and one back; for other strategies the front integrates, and at each step states go to the workers of nonzero
 weight. The work of a lost worker is repeated: a sample depends on seed and index alone.
 
-The interface is OpenAI's ``POST /v1/images/generations``, so that its clients work unchanged; further keys
-(seed, steps, strategy, …) are named as in ``hddm sample``. A request holds numbers and texts only: nothing in
-it is opened, imported or run.
+The interface is OpenAI's ``POST /v1/images/generations`` and ``POST /v1/images/edits``, so that its clients
+work unchanged; further keys (seed, steps, strategy, …) are named as in ``hddm sample``.
+
+Text encoders, VAEs and the router run on the device that the service's settings name, and decoding has a
+thread of its own, so that neither other requests nor their sampling wait for it.
 """
 
 import asyncio
@@ -15,13 +17,14 @@ import hmac
 import io
 import logging
 import math
-import secrets
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from prometheus_client import (
@@ -32,7 +35,6 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from pydantic import ConfigDict, Field
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from starlette.requests import ClientDisconnect, Request
@@ -40,93 +42,57 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
+from hddm.editing import Picture
 from hddm.expert_use import ExpertUse
-from hddm.guidance import Interval
 from hddm.networks.folders import sha256_once
+from hddm.networks.sample_sizes import Size
 from hddm.noise import Seeded
 from hddm.pipelines.picture_texts import PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
-from hddm.sampling import batches, plan
-from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob
-from hddm.settings import Limits, SamplingMethod, ServeSettings, StrategyName
-from hddm.utils.documents import parse_object
+from hddm.sampling import batches
+from hddm.serving.refusals import Refusal, refuse_more
+from hddm.serving.requests import ImageRequest, Uploads, begin_of, read_edit, read_request
+from hddm.serving.sizes import ServedSizes
+from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, on_cpu
+from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, counted, one_line
-from hddm.utils.records import WHOLE, Seed, model_hash, parse_record
-from hddm.utils.streams import NUMBERS
-from hddm.utils.tensors import dtype_on
+from hddm.utils.records import WHOLE, model_hash
+from hddm.utils.tensors import available_device, dtype_on
 
 LARGEST_BODY = 1 << 16
-"""Bytes of a request's body at most."""
-LONGEST_PROMPT = 4000
-LARGEST_GUIDANCE = 1000
-"""Guidance beyond this could overflow, and would look like damaged weights."""
+"""Bytes of a body of JSON at most."""
 AGAIN = 0.25
 """Seconds until the work of a lost worker is sent again."""
 TRIES = 20
 BODY = 10.0
 """Seconds until a body must be complete; until then a request occupies one of Ray Serve's calls."""
+UPLOAD = 60.0
+"""The same of a form with pictures, which has its place in the queue meanwhile."""
 WAIT = 2.0
 """Seconds until a silent worker is checked, and also the time limit of its answer."""
 RESTART = 60.0
 """Seconds that a lost worker has to come back before its requests are refused."""
 
-Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
 Piece = tuple[Batch, int | None]
 """A batch, and its expert if all its samples have the same one."""
 Image = tuple[int, bytes]
 """Number of an image in its request, and its PNG file."""
 
+GENERATIONS, EDITS = "POST /v1/images/generations", "POST /v1/images/edits"
 FAILED = Refusal(500, "the service failed; its log says why")
 
 log = logging.getLogger(__name__)
 
 
-class ImageRequest(SamplingMethod):
-    """Body of a request for images.
+@dataclass(frozen=True)
+class Order:
+    """A request that was found to be in order: images of one expert or all, of a size or their own."""
 
-    Its image i is image ``start`` + i of ``hddm sample`` with the same settings.
-    """
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    prompt: Prompt | None = None
-    """A text, or the name of a class; None for any images."""
-    model: str | None = None
-    """The ensemble by default, or one of its experts; see ``GET /v1/models``."""
-    n: Annotated[int, Field(ge=1)] = 1
-    """Images to make."""
-    size: Annotated[str, Field(pattern=r"^(auto|\d{1,5}x\d{1,5})$")] = "auto"
-    response_format: Literal["b64_json"] = "b64_json"
-    output_format: Literal["png"] = "png"
-    user: str | None = None
-    """Without effect."""
-    seed: Seed = Field(default_factory=lambda: secrets.randbelow(NUMBERS))
-    start: Seed = 0
-    strategy: Annotated[StrategyName, Field(max_length=40)] | None = None
-    guidance_scale: Annotated[float, Field(ge=-LARGEST_GUIDANCE, le=LARGEST_GUIDANCE)] = 1.0
-    # A list of JSON is a pair, too.
-    guidance_interval: Annotated[Interval, Field(strict=False)] = (0.0, 1.0)
-    negative_prompt: Prompt | None = None
-
-
-def read_request(body: bytes, limits: Limits) -> ImageRequest:
-    """Parse a body; raises a `Refusal` with status 400 that names the key and the value."""
-    try:
-        request = parse_record(parse_object(body, "request"), ImageRequest, "request")
-    except HddmError as error:
-        raise Refusal(400, error.message) from error
-    refuse_more("n", request.n, limits.max_images)
-    refuse_more("steps", request.steps or 0, limits.max_steps)
-    return request
-
-
-def refuse_more(name: str, value: int, most: int) -> None:
-    """Raise a `Refusal` with status 400 for a number above a limit."""
-    if value > most:
-        raise Refusal(
-            400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name
-        )
+    wanted: ImageRequest
+    expert: int | None
+    size: Size | None
+    uploads: Uploads | None = None
 
 
 class Front:
@@ -134,7 +100,7 @@ class Front:
 
     Args:
         folder: the ensemble.
-        settings: bounds of requests, and the dtype of router, text encoders and VAEs.
+        settings: bounds of requests, and where router, text encoders and VAEs run.
         threads: number of torch's threads.
         token: SHA-256 of the bearer token in hexadecimal; None admits everybody.
         workers: handles of the experts' deployments by name, in the experts' order.
@@ -156,16 +122,21 @@ class Front:
         self.experts, self.workers = list(workers), list(workers.values())
         self.name = Path(folder).name
         self.hash = model_hash(Path(folder), sha256_once)
+        device = available_device(settings.device)
         # Reads no weights of experts, since their networks never run here.
-        dtype = dtype_on(torch.device("cpu"), settings.dtype)
-        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
-        self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
+        known = HDDMPipeline.from_pretrained(folder, dtype=dtype_on(device, settings.dtype))
+        known.to(device)
+        self.ensemble = RemoteEnsemble(known.ensemble, self._velocity)
+        self.pipeline = known.with_ensemble(self.ensemble)
+        self.sizes = ServedSizes.of(self.pipeline, settings.max_pixels)
         self.threads = ThreadPoolExecutor(
             settings.max_queue + 1,
             "hddm-front",
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
+        # Apart, so that samples of other requests do not wait for it, nor it for them.
+        self.decoder = ThreadPoolExecutor(1, "hddm-decode", torch.set_num_threads, (threads,))
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
         self.patience = 1
@@ -194,7 +165,8 @@ class Front:
             "GET /healthz": self._health,
             "GET /metrics": self._metrics,
             "GET /v1/models": self._models,
-            "POST /v1/images/generations": self._generate,
+            GENERATIONS: self._generate,
+            EDITS: self._edit,
         }
         line = f"{request.method} {request.url.path}".replace("HEAD", "GET", 1)
         try:
@@ -214,7 +186,7 @@ class Front:
         self.requests.labels(str(response.status_code)).inc()
         return response
 
-    def _refusal(self, error: Exception, request: str = "POST /v1/images/generations") -> Refusal:
+    def _refusal(self, error: Exception, request: str) -> Refusal:
         """The answer to a client for an error; errors that its request did not cause are logged."""
         if isinstance(error, Refusal):
             return error
@@ -256,29 +228,45 @@ class Front:
         names = [self.name]
         names += [f"{self.name}/{expert}" for expert in self.experts]
         shared = {"object": "model", "created": self.created, "owned_by": "hddm"}
-        data = [{"id": name, **shared} for name in names]
+        data = [{"id": name, **shared, "sizes": self.sizes.described} for name in names]
         return JSONResponse({"object": "list", "data": data})
 
     async def _generate(self, request: Request) -> Response:
-        wanted = read_request(await _body(request), self.limits)
-        expert = self._check(wanted)
+        wanted = read_request(await _body(request, LARGEST_BODY, BODY), self.limits)
+        expert, size = self._expert(wanted), self.sizes.read(wanted.size)
+        with self._place():
+            return await self._answered(Order(wanted, expert, size))
+
+    async def _edit(self, request: Request) -> Response:
+        # Its pictures take memory, so a place in the queue comes first.
+        with self._place():
+            body = await _body(request, self.limits.max_upload, UPLOAD)
+            wanted, uploads = await self._in_thread(read_edit, request.headers, body, self.limits)
+            expert, size = self._expert(wanted), self.sizes.read(wanted.size)
+            return await self._answered(Order(wanted, expert, size, uploads))
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place in the queue; a `Refusal` with status 429 if it is full."""
         if self.active >= self.limits.max_queue:
             raise Refusal(
                 429, f"{self.active} requests wait or run; try again in {self.patience} s"
             )
-        data = []
-        for row, image in await self._made(wanted, expert):
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
+
+    async def _answered(self, order: Order) -> Response:
+        wanted, data = order.wanted, []
+        for row, image in await self._made(order):
             text = b64encode(image).decode()
             data.append({"b64_json": text, "seed": wanted.seed, "index": wanted.start + row})
         return JSONResponse({"created": int(time.time()), "data": data})
 
-    def _check(self, wanted: ImageRequest) -> int | None:
+    def _expert(self, wanted: ImageRequest) -> int | None:
         """Index of the requested expert, None for all; raises a `Refusal`."""
-        height, width = self.pipeline.image_size
-        size = f"{width}x{height}"
-        if wanted.size not in ("auto", size):
-            reason = f"size is {wanted.size!r}, and this ensemble makes {size}; or pass auto"
-            raise Refusal(400, reason, "size")
         if wanted.model in (None, self.name):
             return None
         names = [f"{self.name}/{expert}" for expert in self.experts]
@@ -289,18 +277,13 @@ class Front:
             raise Refusal(404, reason, "model")
         return names.index(wanted.model)
 
-    async def _made(self, wanted: ImageRequest, expert: int | None) -> list[Image]:
+    async def _made(self, order: Order) -> list[Image]:
         """A request's images, in time."""
-        self.active += 1
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.timeout) as limit:
-                how, pieces = await self._in_thread(self._prepared, wanted, expert)
-                images = await self._make(how, pieces, self._texts(wanted, expert, how))
-            taken = time.monotonic() - begun
-            self.seconds.observe(taken)
-            self.patience = math.ceil(taken)
-            return images
+                how, pieces = await self._in_thread(self._prepared, order)
+                images = await self._make(how, pieces, self._texts(order, how))
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -308,17 +291,22 @@ class Front:
             raise Refusal(
                 504, f"took more than {seconds:g} s; ask for fewer images or steps"
             ) from error
-        finally:
-            self.active -= 1
+        taken = time.monotonic() - begun
+        self.seconds.observe(taken)
+        self.patience = math.ceil(taken)
+        return images
 
-    def _prepared(self, wanted: ImageRequest, expert: int | None) -> tuple[Plan, list[Piece]]:
+    def _prepared(self, order: Order) -> tuple[Plan, list[Piece]]:
         """A request's plan and its pieces, with conditions encoded and experts chosen."""
+        wanted, expert = order.wanted, order.expert
         text, label = self._asked(wanted)
         labels = None if label is None else [label]
         conditions = self.pipeline.encode(
             text, labels, wanted.negative_prompt, wanted.guidance.by_condition
         )
-        how = plan(self.ensemble, **wanted.arguments, expert=expert, noise=Seeded(wanted.seed))
+        begin = begin_of(wanted, order.uploads)
+        noise = Seeded(wanted.seed)
+        how = self._sized(order).plan(begin, **wanted.arguments, expert=expert, noise=noise)
         refuse_more("steps", how.steps, self.limits.max_steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         cycled = conditions.cycled(range(wanted.n))
@@ -332,6 +320,15 @@ class Front:
                 pieces.append((batch.part(rows), k))
         return how, pieces
 
+    def _sized(self, order: Order) -> HDDMPipeline:
+        """The pipeline for pictures of a request's size; a `Refusal` for one that the experts do not make."""
+        if order.size is None:
+            return self.pipeline
+        try:
+            return self.pipeline.at_size(*order.size)
+        except HddmError as error:
+            raise Refusal(400, " ".join([error.message, *error.details]), "size") from error
+
     def _asked(self, wanted: ImageRequest) -> tuple[str | None, str | None]:
         """The text and the class that a request's prompt stands for, of which one is None at least."""
         prompt = wanted.prompt
@@ -339,10 +336,11 @@ class Front:
             return None, prompt
         return prompt if prompt or self.pipeline.takes_prompts else None, None
 
-    def _texts(self, wanted: ImageRequest, expert: int | None, how: Plan) -> PictureTexts:
+    def _texts(self, order: Order, how: Plan) -> PictureTexts:
         """What all pictures of a request have in common."""
+        wanted = order.wanted
         text, label = self._asked(wanted)
-        is_one = expert is not None or self.ensemble.num_domains == 1
+        is_one = order.expert is not None or self.ensemble.num_domains == 1
         return PictureTexts(
             model=self.name,
             model_sha256=self.hash,
@@ -381,8 +379,9 @@ class Front:
         def text_of(row: int, image: Tensor) -> dict[str, str]:
             return texts.of(start + row, image.shape[1:], makers.get(row))
 
+        loop = asyncio.get_running_loop()
         for group in gathered(found):
-            images += await self._in_thread(self._decode, *group, text_of)
+            images += await loop.run_in_executor(self.decoder, self._decode, how, *group, text_of)
         images.sort()
         shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
         for name, share in shares.items():
@@ -396,14 +395,11 @@ class Front:
 
     async def _samples(self, how: Plan, batch: Batch, k: int | None, use: ExpertUse) -> Tensor:
         """Samples (n, C, H, W) of a batch: one message for one expert alone, else one per step and expert."""
-        if k is not None and how.model.experts[k].noise_range == WHOLE:
-            given, negative = batch.conditions.given, batch.conditions.negative
-            shared = how.model.conditions_by_expert(how.guidance, negative, given)
-            guidance, *conditions = shared[k]
-            seed, shift = cast(Seeded, how.noise).seed, cast(float, how.shift)
-            method = (how.grid_steps, shift, how.solver_name, guidance)
-            job = SampleJob(seed, tuple(batch.numbers), *method, *conditions)
-            return await self._ask(k, job)
+        picture = how.picture(batch.kind)
+        # An edit of a picture by two prompts asks several experts.
+        is_edit = picture is not None and picture.source is not None
+        if k is not None and how.model.experts[k].noise_range == WHOLE and not is_edit:
+            return await self._ask(k, _job_of(how, batch, k, picture))
         is_left = False
 
         def integrated() -> Tensor:
@@ -415,13 +411,19 @@ class Front:
             is_left = True
 
     def _decode(
-        self, rows: Tensor, expert: int, samples: Tensor, text_of: Callable[[int, Tensor], Any]
+        self,
+        how: Plan,
+        rows: Tensor,
+        expert: int,
+        samples: Tensor,
+        text_of: Callable[[int, Tensor], Any],
     ) -> list[Image]:
         """Images of these samples, each with its texts; ``rows`` are their numbers in the request."""
         found = []
-        size = self.limits.batch_size
+        size, picture = self.limits.batch_size, how.picture(expert)
         for numbers, part in zip(rows.split(size), samples.split(size), strict=True):
-            images = to_bytes(self.pipeline.decode(part, expert))
+            own = None if picture is None else picture.rows(numbers)
+            images = to_bytes(self.pipeline.decode(part, expert, own)).cpu()
             for row, image in zip(numbers.tolist(), images, strict=True):
                 file = io.BytesIO()
                 save_png(image, file, text_of(row, image))
@@ -473,16 +475,38 @@ class Front:
             raise
 
 
-async def _body(request: Request) -> bytes:
-    body = b""
+def _job_of(how: Plan, batch: Batch, k: int, picture: Picture | None) -> SampleJob:
+    """The samples of a batch, which expert k makes alone."""
+    given, negative = batch.conditions.given, batch.conditions.negative
+    guidance, against, conditions = how.model.conditions_by_expert(how.guidance, negative, given)[k]
+    if picture is not None:
+        # Pixels that stay are set here, after decoding.
+        picture = replace(picture.rows(batch.rows), pixels=None, pixel_mask=None)
+    return SampleJob(
+        seed=cast(Seeded, how.noise).seed,
+        indices=tuple(batch.numbers),
+        steps=how.grid_steps,
+        shift=cast(float, how.shift),
+        solver=how.solver_name,
+        guidance=guidance,
+        negative=on_cpu(against),
+        conditions=on_cpu(conditions),
+        shape=how.shape_of(k),
+        picture=picture,
+    )
+
+
+async def _body(request: Request, most: int, seconds: float) -> bytes:
+    """The body of a request, of at most ``most`` bytes."""
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
                 body += part
-                if len(body) > LARGEST_BODY:
-                    raise Refusal(413, f"the body has more than {LARGEST_BODY} bytes")
+                if len(body) > most:
+                    raise Refusal(413, f"the body has more than {most} bytes")
     except TimeoutError as error:
-        raise Refusal(408, f"the body took more than {BODY:g} s") from error
+        raise Refusal(408, f"the body took more than {seconds:g} s") from error
     except (ClientDisconnect, TaskCancelledError) as error:
         raise Refusal(400, "the client left before its body was whole") from error
-    return body
+    return bytes(body)

@@ -9,9 +9,7 @@ import hashlib
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,14 @@ from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import several_in
+from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
-from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, optional
+from hddm.utils.errors import HddmError, UsageError, counted, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
 
-FRONT = "front"
 APPLICATION = "hddm"
 TOKEN = "HDDM_TOKEN"
 """Environment variable that holds the bearer token of a service."""
@@ -37,30 +35,6 @@ RAYS_OWN = ("num_cpus", "num_gpus", "memory")
 QUIET = {"log_level": "ERROR", "enable_access_log": False}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Number of workers per expert, and resources per worker; keys are names, "" stands for all experts."""
-
-    replicas: Mapping[str, int] = field(default_factory=dict)
-    resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By their names in Ray: ``num_cpus``, ``num_gpus``, ``memory``, or the user's own."""
-
-    def refuse_unknown(self, names: Sequence[str]) -> None:
-        """Raise a `UsageError` for an expert that is not among ``names``."""
-        known = {"`num_replicas`": list(names), "`resources`": [*names, FRONT]}
-        for option, given in zip(known, (self.replicas, self.resources), strict=True):
-            for name in given:
-                if name and name not in known[option]:
-                    raise UsageError(f"{option} {name}: {choose(name, known[option])}")
-
-    def of(self, name: str, has_gpus: bool) -> dict[str, float]:
-        """Resources of each worker of an expert, or of the front."""
-        if name == FRONT:
-            return {"num_cpus": 1.0, "num_gpus": 0.0, **self.resources.get(FRONT, {})}
-        default = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
-        return {**default, **self.resources.get("", {}), **self.resources.get(name, {})}
 
 
 def serve(
@@ -89,6 +63,7 @@ def serve(
     """
     ray = optional("ray", "hddm serve", "serve")
     optional("ray.serve", "hddm serve", "serve")
+    optional("python_multipart", "hddm serve", "serve")
     # A token from a file may end in a line break.
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:
@@ -99,9 +74,8 @@ def serve(
     settings, placement = settings or ServeSettings(), placement or Placement()
     if settings.quantize:
         optional("torchao", "`quantize`", "quantize")
-    placement.refuse_unknown(names)
-    of_others = placement.replicas.get("", 1)
-    replicas = {name: placement.replicas.get(name, of_others) for name in names}
+    placement.check(names)
+    replicas = {name: placement.copies(name) for name in names}
     own: dict[str, Any] = {}
     if address == LOCAL:
         _refuse_taken(host, port)
@@ -109,21 +83,22 @@ def serve(
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
         os.environ.setdefault("SERVE_SLOW_STARTUP_WARNING_S", "600")
         # Ray places workers by number of processors, and all of these must be on this machine.
-        needed = []
+        needed = placement.of_all(names, 0)
+        cpus = needed[FRONT]["num_cpus"]
         for name, count in replicas.items():
-            needed.append(placement.of(name, False)["num_cpus"] * count)
-        own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
+            cpus += needed[name]["num_cpus"] * count
+        own = {"num_cpus": int(cpus) + 1}
     with connected(ray, address, **own):
         from ray import serve as ray_serve
 
         from hddm.serving.front import Front
 
-        has_gpus = settings.device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
-        of = {name: placement.of(name, has_gpus) for name in (*names, FRONT)}
+        gpus = ray.cluster_resources().get("GPU", 0.0) if settings.device in GPUS else 0.0
+        of = placement.of_all(names, gpus)
         of_all = [of[FRONT]]
         for name in names:
             of_all += [of[name]] * replicas[name]
-        _refuse_lack(ray.cluster_resources(), of_all)
+        refuse_lack(ray.cluster_resources(), of_all)
         threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
         running = ray_serve.status().applications
         if running:
@@ -140,9 +115,11 @@ def serve(
             workers[name] = deployed.bind(path, k, settings, threads[name])
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
-        front = deploy(Front, FRONT, of[FRONT]).bind(
-            path, settings, threads[FRONT], digest, workers
-        )
+        beside = settings
+        if gpus and not of[FRONT]["num_gpus"]:
+            # Ray hides GPUs from who asks for none.
+            beside = settings.model_copy(update={"device": "cpu"})
+        front = deploy(Front, FRONT, of[FRONT]).bind(path, beside, threads[FRONT], digest, workers)
 
         def started() -> list[str]:
             found = ray_serve.status().applications.get(APPLICATION)
@@ -246,15 +223,3 @@ def _refuse_taken(host: str, port: int) -> None:
             one.bind((host, port))
     except OSError as error:
         raise HddmError(f"`port` {port}: cannot listen on {host} ({error.strerror})") from error
-
-
-def _refuse_lack(there: Mapping[str, float], needed: Sequence[Mapping[str, float]]) -> None:
-    """Raise an `HddmError` if a cluster has less of a resource than all workers together need."""
-    total = Counter[str]()
-    for resources in needed:
-        total.update(resources)
-    for key, value in total.items():
-        name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
-        if value > there.get(name, 0):
-            lack = f"the workers need {value:g} {name}, and the cluster has {there.get(name, 0):g}"
-            raise HddmError(f"`resources`: {lack}; request less, or add machines")

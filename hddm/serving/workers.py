@@ -11,24 +11,27 @@ import ctypes
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hddm.conditions import Conditions, Inputs
+from hddm.editing import Picture
 from hddm.ensemble import Asked, Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.offload import StoredNetwork
-from hddm.noise import Latents, Seeded
+from hddm.networks.sample_sizes import Size
+from hddm.noise import OfSeveralSeeds
 from hddm.running import Batch, run
 from hddm.sampling import plan
+from hddm.serving.refusals import Refusal
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line
+from hddm.utils.memory import Fitting
 from hddm.utils.tensors import available_device, dtype_on
 from hddm.velocity import VelocityField
 
@@ -40,33 +43,12 @@ Answer = Tensor | HddmError
 log = logging.getLogger(__name__)
 
 
-class Refusal(HddmError):
-    """An error that a client gets: its HTTP status, and the parameter that caused it."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.status, self.message, self.param)
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as clients of the API read it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.status,
-            }
-        }
-
-
 @dataclass(frozen=True)
 class SampleJob:
-    """Samples (n, C, H, W) of these indices under ``seed``, by one expert alone."""
+    """Samples (n, C, H, W) of these indices under ``seed``, by one expert alone.
+
+    They begin with a ``picture``, or noise. Tensors of jobs are on the CPU.
+    """
 
     seed: int
     indices: tuple[int, ...]
@@ -76,12 +58,20 @@ class SampleJob:
     guidance: Guidance
     negative: Tensors
     conditions: Tensors
+    shape: tuple[int, ...]
+    """(C, H, W) of a sample."""
+    picture: Picture | None = None
+    """For all samples or one for each, in the expert's units."""
 
     @property
     def like(self) -> Hashable:
         """Equal for jobs that can be computed together."""
-        how = (self.steps, self.shift, self.solver, self.guidance)
-        return SampleJob, how, _shapes(self.negative), _shapes(self.conditions)
+        how = (self.steps, self.shift, self.solver, self.guidance, self.shape)
+        begin = None
+        if self.picture is not None:
+            has_mask = self.picture.mask is not None
+            begin = (self.picture.strength, has_mask, self.picture.resampling)
+        return SampleJob, how, begin, _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -104,10 +94,15 @@ class VelocityJob:
         return (
             self.guidance,
             self.then,
-            self.x.shape[1:],
+            self.shape,
             _shapes(self.negative),
             _shapes(self.conditions),
         )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(C, H, W) of a sample."""
+        return tuple(self.x.shape[1:])
 
     def __len__(self) -> int:
         return len(self.x)
@@ -138,6 +133,8 @@ class Worker:
         self._source = Path(folder), index, settings
         self.field: VelocityField | None = None
         self.batch_size, self.is_batched = settings.batch_size, settings.batching
+        self._fittings: dict[tuple[int, ...], Fitting] = {}
+        """By the shape of a sample: how many fit the memory."""
         self._waiting: list[_Waiting] = []
         self._work: asyncio.Task[None] | None = None
         # One thread, so that batches follow each other; torch's number of threads is set per thread.
@@ -217,36 +214,88 @@ class Worker:
     @torch.no_grad()
     def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:
         jobs = [one.job for one in batch]
-        first, expert = jobs[0], self._opened()
-        negative = _joined([job.negative for job in jobs], expert.device)
-        conditions = _joined([job.conditions for job in jobs], expert.device)
-        if isinstance(first, VelocityJob):
-            asked = [job for job in jobs if isinstance(job, VelocityJob)]
-            x = torch.cat([job.x for job in asked])
-            t = torch.cat([job.t for job in asked])
-            then = None if first.then is None else torch.tensor(first.then, dtype=torch.float64)
-            x = x.to(expert.device)
-            values = expert.velocity(x, t, first.guidance, negative or None, then, **conditions)
+        sizes = [len(job) for job in jobs]
+        shape, expert = jobs[0].shape, self._opened()
+        expert = expert.at_size((shape[1], shape[2]))
+        negative = _joined([job.negative for job in jobs])
+        conditions = _joined([job.conditions for job in jobs])
+        joined = Conditions(conditions, negative).map(lambda value: value.to(expert.device))
+        if isinstance(jobs[0], VelocityJob):
+            velocities = [job for job in jobs if isinstance(job, VelocityJob)]
+            make = _velocities(expert, velocities, joined)
         else:
-            assert expert.sample_shape is not None
-            shape = expert.sample_shape
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
-            x = torch.cat([Seeded(job.seed).initial(job.indices, shape) for job in drawn])
-            how = plan(
-                expert,
-                steps=first.steps,
-                shift=first.shift,
-                solver=first.solver,
-                guidance=first.guidance,
-                noise=Latents(x=x),
-            )
-            own = Batch.of(
-                len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long)
-            )
             # When all clients of a batch have left, it ends.
-            values = run(how, own, stop=lambda: all(one.done.done() for one in batch))
-        parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
+            make = _samples(expert, drawn, joined, lambda: all(one.done.done() for one in batch))
+        fitting = self._fittings.setdefault(shape, Fitting("images"))
+        values = torch.cat(fitting.run(sum(sizes), make))
+        parts: Sequence[Tensor] = values.split(sizes)
         return parts
+
+
+Make = Callable[[int, int], Tensor]
+"""Makes the rows from a first one to an end, on the CPU."""
+
+
+def _velocities(expert: VelocityField, jobs: Sequence[VelocityJob], conditions: Conditions) -> Make:
+    """Velocities of the jobs' states, one job after the other."""
+    first = jobs[0]
+    x = torch.cat([job.x for job in jobs])
+    t = torch.cat([job.t for job in jobs])
+    then = None if first.then is None else torch.tensor(first.then, dtype=torch.float64)
+
+    def make(start: int, end: int) -> Tensor:
+        own = conditions.map(lambda value: value[start:end])
+        states = x[start:end].to(expert.device)
+        return expert.velocity(
+            states, t[start:end], first.guidance, own.negative or None, then, **own.given
+        ).cpu()
+
+    return make
+
+
+def _samples(
+    expert: VelocityField,
+    jobs: Sequence[SampleJob],
+    conditions: Conditions,
+    stop: Callable[[], bool],
+) -> Make:
+    """Samples of the jobs, one job after the other."""
+    first, pairs = jobs[0], list[tuple[int, int]]()
+    for job in jobs:
+        pairs += [(job.seed, index) for index in job.indices]
+    picture = _joined_pictures(jobs)
+    how = plan(
+        expert,
+        steps=first.steps,
+        shift=first.shift,
+        solver=first.solver,
+        guidance=first.guidance,
+        noise=OfSeveralSeeds(pairs=pairs),
+        picture=lambda k: picture,
+    )
+    batch = Batch.of(len(pairs), conditions, torch.zeros(len(pairs), dtype=torch.long))
+
+    def make(start: int, end: int) -> Tensor:
+        return run(how, batch.part(torch.arange(start, end)), stop=stop).cpu()
+
+    return make
+
+
+def _joined_pictures(jobs: Sequence[SampleJob]) -> Picture | None:
+    """The pictures of all samples; None where they begin as noise."""
+    if jobs[0].picture is None:
+        return None
+    pictures, masks = [], []
+    for job in jobs:
+        assert job.picture is not None
+        x_0, mask = job.picture.x_0, job.picture.mask
+        pictures.append(x_0.expand(len(job), *x_0.shape[1:]))
+        if mask is not None:
+            masks.append(mask.expand(len(job), *mask.shape[1:]))
+    return replace(
+        jobs[0].picture, x_0=torch.cat(pictures), mask=torch.cat(masks) if masks else None
+    )
 
 
 def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
@@ -272,43 +321,70 @@ def _shapes(conditions: Tensors) -> Hashable:
     return tuple(sorted(shapes))
 
 
-def _joined(conditions: Sequence[Tensors], device: torch.device) -> dict[str, Tensor]:
+def _joined(conditions: Sequence[Tensors]) -> dict[str, Tensor]:
     """The rows of several jobs' conditions, one job after the other."""
     found = {}
     for name in conditions[0]:
-        rows = torch.cat([one[name] for one in conditions])
-        found[name] = rows.to(device)
+        found[name] = torch.cat([one[name] for one in conditions])
     return found
 
 
+def on_cpu(tensors: Tensors) -> dict[str, Tensor]:
+    """The same tensors on the CPU, where those of jobs are."""
+    return {name: value.cpu() for name, value in tensors.items()}
+
+
 class RemoteExpert(VelocityField):
-    """An expert whose network is in another process; ``request`` returns its velocity."""
+    """An expert whose network is in another process; ``request`` returns its velocity.
+
+    Its states are on the device, and in the dtype, that ``known`` would run in.
+    """
 
     def __init__(self, known: VelocityField, request: Callable[[VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
+        self._device, self._dtype = known.device, known.dtype
         self.network = None  # type: ignore[assignment]
         self._request = request
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def guided(
         self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None
     ) -> Tensor:
         end = None if then is None or self.sampling_steps is None else float(then)
-        job = VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end)
-        return self._request(job)
+        given = on_cpu(inputs.negative), on_cpu(inputs.conditions)
+        job = VelocityJob(x_t.cpu(), times.cpu(), inputs.guidance, *given, end)
+        return self._request(job).to(x_t.device)
 
 
 class RemoteEnsemble(Ensemble):
     """An ensemble of experts in other processes, which run at the same time.
 
-    ``request`` returns the velocity of an expert, by its index and a job.
+    ``request`` returns the velocity of an expert, by its index and a job; ``threads`` wait for it.
     """
 
-    def __init__(self, known: Ensemble, request: Callable[[int, VelocityJob], Tensor]) -> None:
+    def __init__(
+        self,
+        known: Ensemble,
+        request: Callable[[int, VelocityJob], Tensor],
+        threads: ThreadPoolExecutor | None = None,
+    ) -> None:
         vars(self).update(vars(known))
         self.experts = []
         for k, one in enumerate(known.experts):
             self.experts.append(RemoteExpert(one, partial(request, k)))
-        self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-expert", max_workers=64)
+        self._request = request
+        self._threads = threads or ThreadPoolExecutor(64, "hddm-expert")
+
+    def at_sizes(self, sizes: Sequence[Size], pixels: Sequence[int]) -> Ensemble:
+        found = super().at_sizes(sizes, pixels)
+        return found if found is self else RemoteEnsemble(found, self._request, self._threads)
 
     def guided_by(
         self, rows: Mapping[int, int], batch: int, asked_of: Callable[[int], Asked]

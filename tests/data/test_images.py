@@ -1,17 +1,20 @@
 """Images in memory and brought to one size: what is read, and what is refused by name."""
 
+import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from hddm.data.images import (
     OversizedImageError,
     decode_image,
     fit_image,
+    open_holes,
     read_image,
     to_bytes,
     to_unit_range,
@@ -186,3 +189,32 @@ def test_scaling_and_centre_crop_are_those_of_torchvision(size: tuple[int, int])
 def test_a_strip_that_would_fill_the_memory_is_named() -> None:
     told = refusal(fit_image, Image.new("L", (100_000, 1)), 512, name=Path("a/strip.png"))
     assert "a/strip.png: 100000×1 becomes 51200000×512" in told
+
+
+def test_holes_are_what_is_fully_transparent_in_every_mode() -> None:
+    """With levels of alpha, in a palette, beside gray, turned by EXIF, and none without transparency."""
+    alpha = np.array([[0, 1, 128], [255, 0, 254]], np.uint8)
+    white = np.where(alpha == 0, 255, 0)
+    colour = Image.new("RGB", (3, 2), "red").convert("RGBA")
+    colour.putalpha(Image.fromarray(alpha))
+    gray = colour.convert("LA")
+    palette = Image.fromarray(np.array([[0, 1, 2], [3, 0, 1]], np.uint8))
+    palette.putpalette(list(range(12)))
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 3
+    cases: list[tuple[Image.Image, dict[str, Any], Any]] = [
+        (colour, {}, white),
+        (gray, {}, white),
+        (palette, {"transparency": 0}, white),
+        (colour, {"exif": turned}, white[::-1, ::-1]),
+        (colour.convert("RGB"), {}, None),
+        (palette, {}, None),
+    ]
+    for image, options, expected in cases:
+        file = io.BytesIO()
+        image.save(file, "png", **options)
+        found = open_holes(file.getvalue(), Path("mask"))
+        if expected is None:
+            assert found is None
+        else:
+            assert (np.asarray(found) == expected).all()

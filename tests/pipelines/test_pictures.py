@@ -1,6 +1,7 @@
 """Pipelines and ``hddm sample`` that begin with a picture, as diffusers' users know them."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,17 @@ def test_an_edit_goes_from_one_prompt_to_another(tmp_path: Path, hddm: Command) 
     with Image.open(tmp_path / "out" / "00000.png") as found:
         assert found.tobytes() == made.tobytes()
     assert "`edit_from` needs a picture: pass image=" in refusal(pipe, edit_from=first, **STEPS)
+
+
+def test_threads_share_a_vae_one_at_a_time(tmp_path: Path) -> None:
+    """One of float16, which decodes in float32 and is cast back, while others would use it."""
+    write_vae(tmp_path, factor=8)
+    vae = read_vae(tmp_path, torch.float16)
+    facts = {"space": "latents", "latent_scale": None}
+    pipe = pipeline_in_memory([flow_expert(0, facts, in_channels=4)], "draw", vae=vae)
+    latents = torch.randn(8, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    alone = pipe.decode(latents)
+    with ThreadPoolExecutor(8) as pool:
+        for images in pool.map(lambda _: pipe.decode(latents), range(40)):
+            assert torch.equal(images, alone)
+    assert vae.dtype == torch.float16

@@ -23,6 +23,7 @@ import pytest
 
 from hddm.experts.assembly import assemble
 from tests.ensemble_files import flow_expert, saved, write_ensemble
+from tests.serving.test_edits import erased, photo
 from tests.serving.test_front import IMAGES
 
 pytestmark = pytest.mark.slow
@@ -235,18 +236,26 @@ def test_it_listens_at_this_machine_alone_but_for_ports_that_ask_for_a_token(
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_the_lines_of_the_guide_work(local: Service) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+def test_the_lines_of_the_guide_work(
+    local: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("sketch.png", "photo.png"):
+        photo().save(name)
+    erased(photo()).save("erased.png")
+    first, second = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     found: dict[str, Any] = {}
-    exec(block.replace("http://127.0.0.1:8000", local.url), found)
+    exec(first.replace("http://127.0.0.1:8000", local.url), found)
     assert base64.b64decode(found["image"].data[0].b64_json) == local.ask(seed=7, steps=30)[0]
+    exec(second.replace("http://127.0.0.1:8000", local.url), found)
+    assert len(found["image"].data) == 1
     lines = re.findall(r"^ *curl .*$", GUIDE.read_text() + local.log.read_text(), re.MULTILINE)
     numbers = []
     for line in lines:
         words = shlex.split(line.replace("http://127.0.0.1:8000", local.url))
         answer = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
         numbers.append(len(answer["data"]))
-    assert numbers == [2, 4, 1]
+    assert numbers == [2, 4, 1, 1, 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -71,7 +71,7 @@ class Handle:
 
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
-    settings = ServeSettings(device="cpu", **limits)
+    settings = ServeSettings(**{"device": "cpu", **limits})
     names = enumerate(names_of(folder))
     workers = {name: Handle(Worker(str(folder), k, settings, 1), deaths) for k, name in names}
     assert {asyncio.run(handle.worker.ready()) for handle in workers.values()} == {""}

@@ -1,0 +1,133 @@
+"""Where the workers of a service run: how many there are of each expert, and what each asks Ray for."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hddm.utils.errors import HddmError, UsageError, choose
+
+FRONT = "front"
+GPUS = ("auto", "cuda")
+"""Devices for which workers ask Ray for GPUs."""
+LEAST = 1e-4
+"""The smallest part of a GPU that Ray gives; others are multiples."""
+FRONTS_PART = 0.01
+"""Part of a GPU that the front asks for, so that Ray lets it see one; its memory is not bounded by it."""
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Number of workers per expert, and resources per worker; keys are names, "" stands for all experts."""
+
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By their names in Ray: ``num_cpus``, ``num_gpus``, ``memory``, or the user's own."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise a `UsageError` for an expert that is not among ``names``.
+
+        Also for numbers of GPUs that Ray does not give: it gives whole ones, or a part of one.
+        """
+        known = {"`num_replicas`": list(names), "`resources`": [*names, FRONT]}
+        for option, given in zip(known, (self.replicas, self.resources), strict=True):
+            for name in given:
+                if name and name not in known[option]:
+                    raise UsageError(f"{option} {name}: {choose(name, known[option])}")
+        for name, resources in self.resources.items():
+            gpus = resources.get("num_gpus", 0.0)
+            is_part = LEAST <= gpus < 1
+            if not is_part and gpus != int(gpus):
+                of = f"{name}:" if name else ""
+                raise UsageError(
+                    f"`resources` {of}num_gpus={gpus:g}: must be a whole number, or a part of one GPU from "
+                    f"{LEAST:g} on, such as 0.5"
+                )
+
+    def copies(self, name: str) -> int:
+        """Number of an expert's workers."""
+        return self.replicas.get(name, self.replicas.get("", 1))
+
+    def asked(self, name: str) -> dict[str, float]:
+        """What the user wants for each worker of an expert, or for the front."""
+        shared = {} if name == FRONT else self.resources.get("", {})
+        return {**shared, **self.resources.get(name, {})}
+
+    def of_all(self, names: Sequence[str], gpus: float) -> dict[str, dict[str, float]]:
+        """Resources of each worker of these experts, and of the front, by name.
+
+        Where the user does not say otherwise, the ``gpus`` of the cluster are shared out evenly
+        (`gpus_each`), and the front takes a part of one if there is room.
+        """
+        left, workers = gpus, 0
+        for name in names:
+            asked = self.asked(name).get("num_gpus")
+            if asked is None:
+                workers += self.copies(name)
+            else:
+                left -= asked * self.copies(name)
+        fronts = self.asked(FRONT).get("num_gpus")
+        left -= fronts or 0.0
+        each = 0.0
+        if gpus:
+            each = gpus_each(left, workers, FRONTS_PART if fronts is None else 0.0)
+        found = {}
+        parts = [FRONTS_PART]
+        for name in names:
+            found[name] = {"num_cpus": 1.0, "num_gpus": each, **self.asked(name)}
+            parts += [found[name]["num_gpus"]] * self.copies(name)
+        part = FRONTS_PART if _fit(gpus, parts) else 0.0
+        found[FRONT] = {"num_cpus": 1.0, "num_gpus": part, **self.asked(FRONT)}
+        return found
+
+
+def gpus_each(gpus: float, workers: int, beside: float = 0.0) -> float:
+    """GPUs that each of ``workers`` asks for: one, or a part of one where they are too few.
+
+    A part lies on one GPU. So each of G GPUs has room for ceil(W / G) workers, and beside them for a part
+    ``beside``; parts are so large that it has no room for one more, which would leave another GPU idle. If
+    there is nothing to share out, each asks for one, which `refuse_lack` refuses.
+    """
+    whole = int(gpus + ROUNDING)
+    if not workers or whole > workers or (whole == workers and not beside):
+        return 1.0
+    part = (gpus - beside) / workers
+    if whole:
+        part = (1 - beside) / math.ceil(workers / whole)
+    steps = math.floor(part / LEAST + ROUNDING)
+    return round(steps * LEAST, 4) if steps > 0 else 1.0
+
+
+def refuse_lack(there: Mapping[str, float], needed: Sequence[Mapping[str, float]]) -> None:
+    """Raise an `HddmError` if a cluster lacks a resource that all workers together need."""
+    total = Counter[str]()
+    for resources in needed:
+        total.update(resources)
+    for key, value in total.items():
+        name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
+        if value > there.get(name, 0) + ROUNDING:
+            lack = f"the workers need {value:g} {name}, and the cluster has {there.get(name, 0):g}"
+            raise HddmError(f"`resources`: {lack}; request less, or add machines")
+    parts = [resources.get("num_gpus", 0.0) for resources in needed]
+    if not _fit(there.get("GPU", 0), parts):
+        listed = ", ".join(f"{one:g}" for one in parts if one)
+        raise HddmError(
+            f"`resources`: the workers need {listed} GPU, and a part lies on one GPU alone, so these do not "
+            f"fit on {there.get('GPU', 0):g}; request less, or add machines"
+        )
+
+
+def _fit(gpus: float, parts: Sequence[float]) -> bool:
+    """True if workers that need these ``parts`` of GPUs, or whole ones, find room."""
+    free = [1.0] * int(gpus)
+    for part in sorted(parts, reverse=True):
+        share, count = (part, 1) if part < 1 else (1.0, int(part))
+        rooms = [k for k, left in enumerate(free) if left + ROUNDING >= share]
+        if part and len(rooms) < count:
+            return False
+        # The fullest first, as Ray does.
+        rooms.sort(key=lambda k: free[k])
+        for k in rooms[:count]:
+            free[k] -= share
+    return True
