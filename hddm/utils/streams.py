@@ -78,13 +78,13 @@ class Use(IntEnum):
     CONVERSION_STATES = 37
     """States on which a converted network is compared with its source."""
     CONVERSION_CONDITIONS = 38
-    OBJECTIVE = 39
+    OBJECTIVE = 40
     """Noise of images whose error is measured, by image; parts are draws."""
-    LIKELIHOOD = 40
+    LIKELIHOOD = 41
     """Noise of images whose likelihood is measured, by image."""
-    PROBES = 41
+    PROBES = 42
     """Signs that estimate a trace, by image; parts are probes."""
-    RELIABILITY = 42
+    RELIABILITY = 43
     """Noise of images on which experts are weighed, by image."""
 
 
