@@ -358,7 +358,7 @@ def _fitting(
         if folders.count(folder) > 1:
             found.differ(str(folder), "is named twice; name it once")
     if not found.differences:
-        compare_experts(experts, not routing.is_absent, found)
+        compare_experts(experts, not routing.is_absent, found, routing.by_reliability)
         given, own = dict[str, Path](), dict[str, Path]()
         for name in KEPT:
             chosen = getattr(settings, name)

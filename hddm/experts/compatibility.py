@@ -17,11 +17,17 @@ from hddm.fit import Candidate, Findings, compare
 from hddm.networks.identity import VaeRecord
 
 
-def compare_experts(experts: Sequence[Expert], are_mixed: bool, found: Findings) -> None:
-    """Record all that keeps ``experts`` from being one ensemble that mixes them, or draws one per sample."""
+def compare_experts(
+    experts: Sequence[Expert], are_mixed: bool, found: Findings, are_of_one_domain: bool = False
+) -> None:
+    """Record all that keeps ``experts`` from being one ensemble that mixes them, or draws one per sample.
+
+    Experts of one shard need shares, unless all ``are_of_one_domain`` and weighed by their errors.
+    """
     note_unrecorded_scales(experts, found)
     compare(candidates_of(experts), are_mixed, found)
-    _compare_shares(experts, found)
+    if not are_of_one_domain:
+        _compare_shares(experts, found)
     _compare_class_names(experts, found)
 
 
