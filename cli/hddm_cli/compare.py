@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from hddm.utils.errors import UsageError
 from hddm_cli.options import InputArgument
 
 
@@ -28,8 +29,17 @@ def compare(
     Results that differ in more than the model are refused, except for --varies. A folder with one result per
     training seed stands for one model; files of the same name are paired. A difference counts if its 95 %
     interval over at least three seeds excludes 0, corrected for the number of comparisons. Benchmarks are
-    compared row by row. A single result is shown.
+    compared row by row. A single result is shown. Scores of models on held-out images are compared with
+    each other, with gaps paired by image.
     """
+    from hddm.objective.compare import compared, is_objective, read_score_groups
+
+    if any(map(is_objective, results)):
+        if varies:
+            raise UsageError("`varies`: scores by the objective have no sampling settings; drop it")
+        for line in compared(read_score_groups(results)):
+            typer.echo(line)
+        return
     from hddm.benchmark.results import read_compared
     from hddm.evaluation.compare import escaped, summary, table
     from hddm.evaluation.results import refuse_incomparable

@@ -106,7 +106,7 @@ def _score(
     as_json: bool,
     overwrite: bool,
 ) -> None:
-    from hddm.objective.records import scores_table, values_of
+    from hddm.objective.compare import ScoresGroup, compared
     from hddm.objective.scores import score_held_out
 
     if held_out is None:
@@ -117,5 +117,5 @@ def _score(
     if as_json:
         typer.echo(result.model_dump_json(indent=2))
         return
-    for line in scores_table(values_of([(model.name, result)])):
+    for line in compared([ScoresGroup(model.name, {"": result})]):
         typer.echo(line)

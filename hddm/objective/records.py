@@ -130,26 +130,3 @@ def values_of(results: Sequence[tuple[str, HeldOutScores]]) -> Values:
             if scores.bits is not None:
                 found.setdefault("bits per dimension", {})[title] = scores.bits.by_image
     return found
-
-
-def scores_table(values: Values) -> list[str]:
-    """A Markdown table: each column's means, and the paired differences from the first column of its row."""
-    columns = list(dict.fromkeys(title for row in values.values() for title in row))
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row, by_column in values.items():
-        cells = []
-        base = by_column.get(columns[0])
-        for title in columns:
-            own = by_column.get(title)
-            if own is None:
-                cells.append("–")
-            elif own is base or base is None:
-                cells.append(str(Mean.of(own)))
-            else:
-                gap = difference(own, base)
-                mark = "" if abs(gap.value) <= gap.half_width else " *"
-                cells.append(
-                    f"{Mean.of(own).value:.4g} ({gap.value:+.3g} ± {gap.half_width:.2g}{mark})"
-                )
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return lines
