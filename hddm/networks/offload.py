@@ -74,6 +74,11 @@ class Shelf:
             return self._limit
         return sum(sorted(network.size for network in self._networks)[-self.together :])
 
+    @property
+    def total(self) -> int:
+        """Bytes of these networks, wherever they are."""
+        return sum(network.size for network in self._networks)
+
     def bring(self, network: "StoredNetwork") -> None:
         """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
         with self.lock:

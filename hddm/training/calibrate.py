@@ -77,7 +77,7 @@ def calibrate(
         labels = None
     moments = Moments.of(images, labels)
     low, high = noise_range
-    if high <= START:
+    if not fitted_states(noise_range):
         return Calibration(moments, torch.tensor(WHOLE), torch.zeros(2, len(moments.variances)))
     # Weights at START are 0, and at 1 they are known; any other end of the range is measured as well.
     at_start, at_end = int(low <= START), int(high == 1)
@@ -123,6 +123,12 @@ def calibrate(
     none = torch.zeros(1 + at_start, len(moments.variances))
     early = torch.cat([torch.zeros(1), times[:at_start], measured])
     return Calibration(moments, torch.cat([early, late]), torch.cat([none, weights, last]))
+
+
+def fitted_states(noise_range: NoiseRange) -> int:
+    """Number of states at which `calibrate` evaluates the network of an expert of this noise range."""
+    _, high = noise_range
+    return 0 if high <= START else LEVELS * STATES
 
 
 def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:

@@ -247,6 +247,21 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the state that an optimizer of `optimizer_of` has after its first step.
+
+    Muon keeps one average for each number, AdamW two, and its count of steps in float32 for each tensor.
+    """
+    total = 0
+    for one in optimizer._optimizers if isinstance(optimizer, _Together) else [optimizer]:
+        is_muon = isinstance(one, torch.optim.Muon)
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                total += (1 if is_muon else 2) * parameter.nbytes
+                total += 0 if is_muon else torch.float32.itemsize
+    return total
+
+
 def _matrices(network: nn.Module) -> set[str]:
     """Names of the matrices that map features to features: of linear layers and of packed attention."""
     found: set[str] = set()

@@ -34,8 +34,9 @@ from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
 from hddm.strategies import Strategy, refuse_void
+from hddm.training.calibrate import fitted_states
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
-from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
+from hddm.training.loop import OnTrainingStep, StepInputs, Task, Training
 from hddm.training.mean_flow import CAPTION, MeanFlow
 from hddm.training.objectives import Objective, conditions_in, drawing, objective_of
 from hddm.training.resume import recipe_before
@@ -223,6 +224,18 @@ def distill(
     if run is not None and run.held_out is not None:
         raise UsageError("`held_out`: is for trainings of experts; leave it out")
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
+    training = student_training(ensemble_folder, shards_folder, settings, before, init)
+    return training.run(out, overwrite, on_step, run)
+
+
+def student_training(
+    ensemble_folder: Path,
+    shards_folder: Path,
+    settings: DistillSettings,
+    before: Mapping[str, Any],
+    init: Path | None = None,
+) -> Training:
+    """Return the training of `distill`; ``before`` is the recipe of a run that it continues, or {}."""
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, union, shards, settings, before.get("strategy"))
@@ -273,7 +286,9 @@ def distill(
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **origin}
     watch = watching(field_of(student), union, learned.conditions)
-    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    states = 0 if recipe.sampling_steps is not None else fitted_states(WHOLE)
+    others = {"teacher": teacher.opened.expert_set("cpu", torch.float32).shelf.total}
+    return Training(task, recipe, EXPERT_FILE, write, data, watch, states, others)
 
 
 def _as_expert(
