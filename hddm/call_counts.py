@@ -1,0 +1,165 @@
+"""How often the networks of an ensemble run for samples, counted on the way that these take.
+
+`hddm.running.run` integrates them with networks that count their samples and return zeros, so that steps,
+solver, strategy, guidance, noise ranges and pictures decide here as they do in earnest. A router counts too,
+and what it answers cannot be known: where the strategy makes the number of experts depend on that, there are
+a least and a greatest count.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hddm.ensemble import Ensemble
+from hddm.running import Batch, Plan, run
+from hddm.strategies import Strategy
+
+WALKED = 32
+"""Samples of a batch that are walked; the others count like these."""
+
+
+class Network(NamedTuple):
+    """A network of an ensemble: that of an expert, or of its weak model."""
+
+    expert: int
+    is_weak: bool = False
+
+
+ROUTER = Network(-1)
+
+
+@dataclass
+class Calls:
+    """Samples that went through each network, each of them once per call."""
+
+    samples: Counter[Network] = field(default_factory=Counter)
+    largest: dict[Network, int] = field(default_factory=dict)
+    """Most samples of one call of each network; guidance doubles them."""
+
+    def add(self, network: Network, number: int) -> None:
+        """Count a call."""
+        self.samples[network] += number
+        self.largest[network] = max(self.largest.get(network, 0), number)
+
+    def add_scaled(self, other: "Calls", factor: float, largest: float) -> None:
+        """Count the calls of ``other`` as ``factor`` times as many, and ``largest`` times as large."""
+        for network, number in other.samples.items():
+            self.samples[network] += round(number * factor)
+            most = round(other.largest[network] * largest)
+            self.largest[network] = max(self.largest.get(network, 0), most)
+
+    @property
+    def of_experts(self) -> int:
+        """Samples that went through networks of experts."""
+        return sum(number for network, number in self.samples.items() if network != ROUTER)
+
+    @property
+    def networks(self) -> list[Network]:
+        """The networks of experts that run, in the experts' order."""
+        return sorted(one for one in self.samples if one != ROUTER)
+
+
+class _Counting:
+    """In place of a network: counts the samples of its calls, and returns zeros."""
+
+    def __init__(self, network: Network, calls: Calls) -> None:
+        self._network, self._calls = network, calls
+
+    def __call__(self, x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        self._calls.add(self._network, len(x))
+        return torch.zeros_like(x)
+
+
+class _CountingRouter:
+    """In place of a router: finds the first ``number`` of ``domains`` equally probable, and no other."""
+
+    def __init__(self, model: Ensemble, number: int, calls: Calls) -> None:
+        self._probabilities = torch.zeros(len(model.experts))
+        self._probabilities[sorted(set(model.domains))[:number]] = 1 / number
+        self._calls = calls
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        self._calls.add(ROUTER, len(x))
+        return self._probabilities.expand(len(x), -1)
+
+
+def count_calls(plan: Plan, batches: Iterable[Batch]) -> tuple[Calls, Calls]:
+    """Count what samples run: the least and the greatest that the router's answers may lead to.
+
+    Both are the same unless the strategy is ``nucleus-x`` or ``threshold-x``. Where each sample has an expert
+    from the beginning, one sample of each expert is walked, else the first `WALKED` of the first batch.
+    """
+    model = plan.model
+    listed = list(batches)
+    is_fixed = plan.expert is not None or _has_fixed_number(model)
+    most = _most_spread(model)
+    greatest = _count(plan, listed, most)
+    return (greatest if is_fixed else _count(plan, listed, 1)), greatest
+
+
+def _has_fixed_number(model: Ensemble) -> bool:
+    strategy = Strategy.parse(model.strategy)
+    return model.num_domains == 1 or strategy.has_fixed_number or strategy.keeps_one
+
+
+def _most_spread(model: Ensemble) -> int:
+    """Number of equally probable domains of which the strategy keeps the most."""
+    strategy, domains = Strategy.parse(model.strategy), model.num_domains
+    if _has_fixed_number(model):
+        return domains
+    kept = {}
+    for number in range(1, domains + 1):
+        probabilities = torch.zeros(1, domains)
+        probabilities[:, :number] = 1 / number
+        kept[number] = int((strategy.weights(probabilities) > 0).sum())
+    return max(kept, key=kept.__getitem__)
+
+
+def _count(plan: Plan, batches: Iterable[Batch], probable: int) -> Calls:
+    found = Calls()
+    walked = dict[int | None, tuple[Calls, int]]()
+    for batch in batches:
+        for expert, rows in _by_expert(batch).items():
+            if expert not in walked:
+                first = rows[: 1 if expert is not None else WALKED]
+                walked[expert] = _walk(plan, batch.part(first), probable), len(first)
+            calls, number = walked[expert]
+            factor = len(rows) / number
+            found.add_scaled(calls, factor, factor)
+    return found
+
+
+def _by_expert(batch: Batch) -> Mapping[int | None, Tensor]:
+    """Rows of a batch by the expert that they keep; None for all that are mixed."""
+    if batch.expert is None:
+        return {None: torch.arange(len(batch.rows))}
+    found: dict[int | None, Tensor] = {}
+    for k in batch.expert.unique().tolist():
+        found[k] = (batch.expert == k).nonzero()[:, 0]
+    return found
+
+
+def _walk(plan: Plan, batch: Batch, probable: int) -> Calls:
+    """Count the calls of one batch, with a router that finds so many domains ``probable``."""
+    calls, model = Calls(), plan.model
+    other = copy.copy(model)
+    parts = []
+    for k, part in enumerate(model.parts):
+        one = copy.copy(part.field)
+        one.network = _Counting(Network(k), calls)
+        if one.weak is not None:
+            one.weak = copy.copy(one.weak)
+            one.weak.network = _Counting(Network(k, True), calls)
+        parts.append(replace(part, field=one))
+    other.parts = tuple(parts)
+    other.experts = [part.field for part in parts]
+    if model.router is not None:
+        other.router = _CountingRouter(model, probable, calls)
+    conditions = batch.conditions.map(lambda value: value.cpu())
+    run(replace(plan, model=other), replace(batch, conditions=conditions))
+    return calls
