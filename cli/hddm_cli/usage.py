@@ -151,11 +151,13 @@ def say(text: str, err: bool = False) -> None:
     typer.echo(as_typed(text), err=err)
 
 
-def show(*needs: "Needs") -> None:
-    """Print what a command will need."""
+def show(*needs: "Needs", more: Sequence[str] = ()) -> None:
+    """Print what a command will need, and ``more`` lines about it."""
     for one in needs:
         for line in one.lines():
             say(line)
+    for line in more:
+        say(line)
     say("dry run: nothing is written")
 
 

@@ -187,6 +187,14 @@ class StoredNetwork(nn.Module):
                 total += width * shape.numel()
         return total
 
+    @property
+    def full_size(self) -> int:
+        """Bytes of the weights without quantization."""
+        width, total = self.placement.element_size(), 0
+        for shape in self._shapes.values():
+            total += width * shape.numel()
+        return total
+
     def quantize(self) -> None:
         """Hold the weights of linear layers in int8, with one scale per output, from the next call on.
 

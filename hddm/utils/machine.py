@@ -106,6 +106,10 @@ class LiveBytes(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._has_ended = False
 
+    def __enter__(self) -> "LiveBytes":
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *ended: Any) -> None:
         super().__exit__(*ended)  # type: ignore[no-untyped-call]
         self._has_ended = True

@@ -57,7 +57,7 @@ class Needs:
         what: what needs them, such as "one worker".
         memory: what holds memory.
         work: what takes time, one after the other.
-        device: memory of the device.
+        device: memory of the device; None where that is in another machine, which nobody can ask here.
         host: main memory, where the device has memory of its own; else None.
         remedies: what makes it fit, best first.
     """
@@ -65,7 +65,7 @@ class Needs:
     what: str
     memory: Sequence[Memory]
     work: Sequence[Work]
-    device: Room
+    device: Room | None
     host: Room | None = None
     remedies: Sequence[str] = ()
 
@@ -88,7 +88,7 @@ class Needs:
     def fits(self) -> bool:
         """True if both places have room for what is known."""
         is_on_host = self.host is None or self.on_host <= self.host.free
-        return is_on_host and self.on_device <= self.device.free
+        return is_on_host and (self.device is None or self.on_device <= self.device.free)
 
     def _is_on_device(self, one: Memory) -> bool:
         return self.host is None or not one.is_on_host
@@ -96,7 +96,7 @@ class Needs:
     def lines(self) -> list[str]:
         """A heading, a line for each use of memory and each work, sums, and whether it fits."""
         rows = [f"{self.what}:"]
-        places = [("memory", self.device, True)]
+        places: list[tuple[str, Room | None, bool]] = [("memory", self.device, True)]
         if self.host is not None:
             places.append(("main memory", self.host, False))
         for word, room, is_device in places:
@@ -126,6 +126,8 @@ class Needs:
     def _verdict(self) -> list[str]:
         if not self.fits:
             return [f"  does not fit: {', or '.join(self.remedies) or 'take a larger machine'}"]
+        if self.device is None:
+            return ["  whether it fits: not measured, since it runs on other machines"]
         if any(one.size is None for one in self.memory):
             return ["  what is known fits"]
         return ["  fits"]
@@ -149,7 +151,7 @@ def _sum(memory: Iterable[Memory]) -> int:
     return lasting + passing
 
 
-def _memory_lines(word: str, memory: Sequence[Memory], room: Room) -> list[str]:
+def _memory_lines(word: str, memory: Sequence[Memory], room: Room | None) -> list[str]:
     rows = [f"  {word}"]
     for one in memory:
         shown = "not measured"
@@ -157,7 +159,8 @@ def _memory_lines(word: str, memory: Sequence[Memory], room: Room) -> list[str]:
             shown = f"about {size_text(one.size)}" if one.is_about else size_text(one.size)
         rows.append(_row(one.name, shown, one.note))
     least = "at least" if any(one.size is None for one in memory) else "about"
-    rows.append(_row("in all", f"{least} {size_text(_sum(memory))}", f"of {_of(room)}"))
+    there = "" if room is None else f"of {_of(room)}"
+    rows.append(_row("in all", f"{least} {size_text(_sum(memory))}", there))
     return rows
 
 
