@@ -7,7 +7,6 @@ a least and a greatest count.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -37,26 +36,31 @@ ROUTER = Network(-1)
 class Calls:
     """Samples that went through each network, each of them once per call."""
 
-    samples: Counter[Network] = field(default_factory=Counter)
+    samples: dict[Network, float] = field(default_factory=dict)
     largest: dict[Network, int] = field(default_factory=dict)
     """Most samples of one call of each network; guidance doubles them."""
 
     def add(self, network: Network, number: int) -> None:
         """Count a call."""
-        self.samples[network] += number
+        self.samples[network] = self.samples.get(network, 0.0) + number
         self.largest[network] = max(self.largest.get(network, 0), number)
 
     def add_scaled(self, other: "Calls", factor: float, largest: float) -> None:
         """Count the calls of ``other`` as ``factor`` times as many, and ``largest`` times as large."""
         for network, number in other.samples.items():
-            self.samples[network] += round(number * factor)
+            self.samples[network] = self.samples.get(network, 0.0) + number * factor
             most = round(other.largest[network] * largest)
             self.largest[network] = max(self.largest.get(network, 0), most)
 
     @property
     def of_experts(self) -> int:
         """Samples that went through networks of experts."""
-        return sum(number for network, number in self.samples.items() if network != ROUTER)
+        return round(sum(number for one, number in self.samples.items() if one != ROUTER))
+
+    @property
+    def of_router(self) -> int:
+        """Samples that went through the router."""
+        return round(self.samples.get(ROUTER, 0.0))
 
     @property
     def networks(self) -> list[Network]:

@@ -158,7 +158,7 @@ def show(*needs: "Needs", more: Sequence[str] = ()) -> None:
             say(line)
     for line in more:
         say(line)
-    say("dry run: nothing is written")
+    say("dry run: nothing is written; what is about is measured on few samples here, and scaled")
 
 
 def _word(param: Any) -> str:

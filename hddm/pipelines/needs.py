@@ -175,7 +175,7 @@ def _measured(
     routed = found.greatest.largest.get(ROUTER)
     if routed is not None and isinstance(pipeline.router, nn.Module):
         seconds = measure_router(how.model, how.shape_of(0), routed, free).each(routed)
-        number = found.greatest.samples[ROUTER]
+        number = found.greatest.of_router
         work.append(Work("router", seconds, number, "calls of one image"))
     if settings.output_type != "latent":
         most = max(len(batch.rows) for batch in found.batches)
@@ -198,7 +198,7 @@ def activations(kinds: Mapping[str, Measured], largest: int) -> Memory:
 def decoding(measured: Measured, most: int) -> Memory:
     """Memory of decoding so many images at once."""
     size, note = round(measured.memory.at(most)), f"{most} images at once"
-    return Memory("or decoding", size, note, is_about=True, is_passing=True)
+    return Memory("decoding", size, note, is_about=True, is_passing=True)
 
 
 def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured]) -> list[Work]:
@@ -206,7 +206,7 @@ def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured
     networks, samples = found.networks, found.greatest.samples
     experts = found.how.model.experts
     total = found.greatest.of_experts
-    shares = {one: samples[one] / total for one in networks}
+    shares = {one: samples.get(one, 0.0) / total for one in networks}
     if found.is_chosen_by_states:
         # Who is chosen is not known, only how many are.
         shares = dict.fromkeys(networks, 1 / len(networks))

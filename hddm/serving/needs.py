@@ -64,7 +64,7 @@ def needs_of_service(
     log.info("dry run: measures calls of networks on %s", device if is_here else "no device")
     of_others = placement.replicas.get("", 1)
     with Progress(None, "measure", is_drawn=False):
-        front = _front(folder, settings, base)
+        front = _front(folder, settings, base, is_here)
         # As in a worker: alone in its process, an adapter is merged.
         experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
         experts.prepare(settings)
@@ -128,8 +128,8 @@ def _with_calls(
     return Needs(needs.what, memory, work, needs.device, needs.host, remedies)
 
 
-def _front(folder: Path, settings: ServeSettings, base: int) -> Needs:
-    """The needs of the front, which runs on the CPU of this machine."""
+def _front(folder: Path, settings: ServeSettings, base: int, is_here: bool) -> Needs:
+    """The needs of the front, which runs on a CPU, of this machine or of a cluster."""
     dtype = dtype_on(torch.device("cpu"), settings.dtype)
     pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
     memory = beside_experts(pipeline)
@@ -151,4 +151,5 @@ def _front(folder: Path, settings: ServeSettings, base: int) -> Needs:
             started = time.perf_counter()
             pipeline.encode("a photograph")
             work.append(Work("a prompt", time.perf_counter() - started, 1, "prompt"))
-    return Needs(FRONT, memory, work, room, None, ["pass a smaller `batch_size`"])
+    own = room if is_here else None
+    return Needs(FRONT, memory, work, own, None, ["pass a smaller `batch_size`"])

@@ -434,7 +434,7 @@ class Training:
     """A training before its first step; `run` runs it, and `hddm.training.needs` tells what it will take.
 
     Its fields are those of `run_task`, and what the steps do not show: ``evaluations`` of the network by the
-    calibration that follows them, for one image each, and bytes of ``other_networks`` by name.
+    calibration that follows them, for one image each, and bytes of ``others`` that stay, by name.
     """
 
     task: Task
@@ -444,7 +444,7 @@ class Training:
     data: Mapping[str, Any]
     watch: Watch | None = None
     evaluations: int = 0
-    other_networks: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def run(
         self,

@@ -53,10 +53,14 @@ class _Measured:
     """Share of the time that a step waited for its inputs."""
     evaluation: float = 0.0
     """Seconds of one evaluation of the network on one sample."""
+    trajectory: float = 0.0
+    """Seconds of one trajectory of the teacher of a student of few steps."""
 
 
-def needs_of_training(training: Training) -> Needs:
+def needs_of_training(training: Training, trajectories: int = 0) -> Needs:
     """Measure what a training needs, and leave nothing on the disk; its network is changed.
+
+    A student of few steps learns from so many ``trajectories`` of its teacher, and ``training`` from a few.
 
     Raises:
         HddmError: as the training would before its first step, and for a step that is not finite.
@@ -83,7 +87,7 @@ def needs_of_training(training: Training) -> Needs:
                 measured = _measure(training, small, device, room.free - lasting.on_device)
     part = recipe.batch_size // recipe.gradient_accumulation_steps
     memory = [*rows, *_passing(recipe, measured, part)]
-    work = _work(training, measured, part)
+    work = _work(training, measured, part, trajectories)
     remedies = _remedies(recipe, measured, room.free - lasting.on_device)
     return Needs("training", memory, work, room, host, remedies)
 
@@ -103,7 +107,7 @@ def _counted(training: Training, base: int) -> list[Memory]:
         Memory("optimizer state", state_bytes(optimizer), recipe.optimizer),
         Memory("average of weights", Ema.size_of(network), "in float32"),
     ]
-    for name, size in training.other_networks.items():
+    for name, size in training.others.items():
         rows.append(Memory(name, size, "in float32"))
     if training.task.weak_step:
         weak = WEAK_BYTES * _floating(network)
@@ -124,7 +128,9 @@ def _measure(training: Training, recipe: Recipe, device: Device, free: int) -> _
     task, found = training.task, _Measured()
     most = training.recipe.batch_size // training.recipe.gradient_accumulation_steps
     if task.prepare is not None:
+        started = time.perf_counter()
         task.prepare(device.target, None)
+        found.trajectory = (time.perf_counter() - started) / task.num_samples
     stepping = _Steps(Trainer(task, recipe, device))
     task.network.train()
     try:
@@ -189,14 +195,18 @@ class _Steps:
 
     @torch.no_grad()
     def evaluated(self, number: int) -> float:
-        """Seconds of the loss of ``number`` samples, without gradients."""
+        """Seconds of the network in the loss of ``number`` samples, without gradients."""
         trainer = self.trainer
+        network, marks = trainer.state.network, list[float]()
+        before = network.register_forward_pre_hook(lambda *_: marks.append(self._now()))
+        after = network.register_forward_hook(lambda *_: marks.append(self._now()))
         self._load(number)
         _, inputs, _ = trainer.loader.take(self.step)
         inputs = trainer.device.moved(inputs)
-        started = self._now()
         trainer.losses(inputs)
-        return self._now() - started
+        before.remove()
+        after.remove()
+        return marks[-1] - marks[0]
 
     def _load(self, number: int) -> None:
         self.trainer.loader.close()
@@ -219,14 +229,16 @@ def _passing(recipe: Recipe, measured: _Measured | None, part: int) -> list[Memo
     note = f"{part} at once, measured with {measured.activations.numbers}"
     if recipe.compile:
         note += ", without `compile`"
-    size = round(measured.activations.at(part))
-    return [
-        Memory("activations", size, note, is_about=True, is_passing=True),
-        Memory("or the update", measured.update_bytes, "", is_about=True, is_passing=True),
-    ]
+    size, update = round(measured.activations.at(part)), measured.update_bytes
+    found = [Memory("activations", size, note, is_about=True, is_passing=True)]
+    if update:
+        found.append(Memory("update", update, "", is_about=True, is_passing=True))
+    return found
 
 
-def _work(training: Training, measured: _Measured | None, part: int) -> list[Work]:
+def _work(
+    training: Training, measured: _Measured | None, part: int, trajectories: int
+) -> list[Work]:
     recipe = training.recipe
     if measured is None:
         return [Work("training", None, recipe.steps, "steps", _TOO_LARGE)]
@@ -236,6 +248,11 @@ def _work(training: Training, measured: _Measured | None, part: int) -> list[Wor
     if measured.reading >= 0.01:
         note += f", {measured.reading:.0%} of it for reading them"
     found = [Work("training", seconds, recipe.steps, "steps", note)]
+    if trajectories:
+        few = f"of the teacher, measured with {training.task.num_samples}"
+        found.insert(
+            0, Work("trajectories", measured.trajectory, trajectories, "trajectories", few)
+        )
     if training.evaluations:
         states, after = training.evaluations, "after the last step"
         found.append(Work("calibration", measured.evaluation, states, "states", after))

@@ -119,8 +119,9 @@ class Needs:
             how = f"{one.calls:,.0f} {one.unit} × {seconds_text(one.seconds)}"
             note = f"{how}; {one.note}" if one.note else how
             rows.append(_row(one.name, f"about {seconds_text(one.total)}", note))
-        least = "about" if is_whole else "at least"
-        rows.append(_row("in all", f"{least} {seconds_text(self.seconds)}", ""))
+        if self.seconds:
+            least = "about" if is_whole else "at least"
+            rows.append(_row("in all", f"{least} {seconds_text(self.seconds)}", ""))
         return rows
 
     def _verdict(self) -> list[str]:
@@ -153,11 +154,15 @@ def _sum(memory: Iterable[Memory]) -> int:
 
 def _memory_lines(word: str, memory: Sequence[Memory], room: Room | None) -> list[str]:
     rows = [f"  {word}"]
+    has_passing = False
     for one in memory:
         shown = "not measured"
         if one.size is not None:
             shown = f"about {size_text(one.size)}" if one.is_about else size_text(one.size)
-        rows.append(_row(one.name, shown, one.note))
+        # Of what is held for a while only the largest counts.
+        name = f"or {one.name}" if one.is_passing and has_passing else one.name
+        has_passing |= one.is_passing
+        rows.append(_row(name, shown, one.note))
     least = "at least" if any(one.size is None for one in memory) else "about"
     there = "" if room is None else f"of {_of(room)}"
     rows.append(_row("in all", f"{least} {size_text(_sum(memory))}", there))
@@ -183,4 +188,4 @@ def seconds_text(seconds: float) -> str:
     """Format as ``0.012 s`` below 10 s, else as a `hddm.utils.progress.duration`."""
     if seconds >= 10 or not math.isfinite(seconds):
         return duration(seconds)
-    return f"{seconds:.2g} s"
+    return f"{seconds:.2g} s" if seconds >= 0.001 else f"{1000 * seconds:.2g} ms"
