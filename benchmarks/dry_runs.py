@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-IMAGES, SIDE, SIZE = 512, 32, "6x192/2"
+IMAGES, SIDE, SIZE = 512, 32, "4x128/2"
 TRAINING = ("--objective", "flow", "--size", SIZE, "--batch-size", "32", "--steps", "40")
 SAMPLING = ("--num-images", "64", "--batch-size", "32")
 
@@ -75,7 +75,9 @@ def main() -> None:
         start = taken("inspect", here / "shards" / "shard_0")
         print(f"a command that only looks takes {start.seconds:.0f} s")
         expert = here / "expert"
-        compare("train", ["train", "expert", here / "shards" / "shard_0", "--out", expert, *TRAINING])
+        compare(
+            "train", ["train", "expert", here / "shards" / "shard_0", "--out", expert, *TRAINING]
+        )
         compare("sample", ["sample", expert, "--out", here / "samples", *SAMPLING])
 
 

@@ -7,7 +7,7 @@ a least and a greatest count.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from hddm.running import Batch, Plan, run
 from hddm.strategies import Strategy
 
 WALKED = 32
-"""Samples of a batch that are walked; the others count like these."""
+"""Samples that are walked of those that run the same; the others count like these."""
 
 
 class Network(NamedTuple):
@@ -45,12 +45,19 @@ class Calls:
         self.samples[network] = self.samples.get(network, 0.0) + number
         self.largest[network] = max(self.largest.get(network, 0), number)
 
-    def add_scaled(self, other: "Calls", factor: float, largest: float) -> None:
-        """Count the calls of ``other`` as ``factor`` times as many, and ``largest`` times as large."""
+    def add_beside(self, other: "Calls", factor: float) -> None:
+        """Count the calls of ``factor`` times as many samples of the same batch."""
         for network, number in other.samples.items():
             self.samples[network] = self.samples.get(network, 0.0) + number * factor
-            most = round(other.largest[network] * largest)
-            self.largest[network] = max(self.largest.get(network, 0), most)
+            most = round(other.largest[network] * factor)
+            self.largest[network] = self.largest.get(network, 0) + most
+
+    def add_after(self, other: "Calls") -> None:
+        """Count the calls of another batch."""
+        for network, number in other.samples.items():
+            self.samples[network] = self.samples.get(network, 0.0) + number
+            most = max(self.largest.get(network, 0), other.largest[network])
+            self.largest[network] = most
 
     @property
     def of_experts(self) -> int:
@@ -95,8 +102,8 @@ class _CountingRouter:
 def count_calls(plan: Plan, batches: Iterable[Batch]) -> tuple[Calls, Calls]:
     """Count what samples run: the least and the greatest that the router's answers may lead to.
 
-    Both are the same unless the strategy is ``nucleus-x`` or ``threshold-x``. Where each sample has an expert
-    from the beginning, one sample of each expert is walked, else the first `WALKED` of the first batch.
+    Both are the same unless the strategy is ``nucleus-x`` or ``threshold-x``. Of samples that run the same,
+    one is walked, or the first `WALKED` where experts are mixed, since each may then end with another expert.
     """
     model = plan.model
     listed = list(batches)
@@ -126,26 +133,45 @@ def _most_spread(model: Ensemble) -> int:
 
 def _count(plan: Plan, batches: Iterable[Batch], probable: int) -> Calls:
     found = Calls()
-    walked = dict[int | None, tuple[Calls, int]]()
+    walked = dict[Hashable, tuple[Calls, int]]()
     for batch in batches:
-        for expert, rows in _by_expert(batch).items():
-            if expert not in walked:
-                first = rows[: 1 if expert is not None else WALKED]
-                walked[expert] = _walk(plan, batch.part(first), probable), len(first)
-            calls, number = walked[expert]
-            factor = len(rows) / number
-            found.add_scaled(calls, factor, factor)
+        of_batch = Calls()
+        for key, rows in _alike(plan.model, batch).items():
+            if key not in walked:
+                first = rows[: 1 if batch.expert is not None else WALKED]
+                walked[key] = _walk(plan, batch.part(first), probable), len(first)
+            calls, number = walked[key]
+            of_batch.add_beside(calls, len(rows) / number)
+        found.add_after(of_batch)
     return found
 
 
-def _by_expert(batch: Batch) -> Mapping[int | None, Tensor]:
-    """Rows of a batch by the expert that they keep; None for all that are mixed."""
-    if batch.expert is None:
-        return {None: torch.arange(len(batch.rows))}
-    found: dict[int | None, Tensor] = {}
-    for k in batch.expert.unique().tolist():
-        found[k] = (batch.expert == k).nonzero()[:, 0]
-    return found
+def _alike(model: Ensemble, batch: Batch) -> Mapping[Hashable, Tensor]:
+    """Rows of a batch that run the same: of one expert, or of one p(k | condition) where they are mixed."""
+    if batch.expert is not None:
+        keys = batch.expert.tolist()
+    else:
+        shares = model.shares_of(len(batch.rows), batch.conditions.given, batch.conditions.prior)
+        if shares is None:
+            return {None: torch.arange(len(batch.rows))}
+        keys = [tuple(row) for row in shares.tolist()]
+    found: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        found.setdefault(key, []).append(row)
+    return {key: torch.tensor(rows) for key, rows in found.items()}
+
+
+def possible_experts(model: Ensemble, batches: Iterable[Batch]) -> list[int]:
+    """The experts that a router may choose for these samples: all that their conditions allow."""
+    allowed = torch.zeros(len(model.experts), dtype=torch.bool)
+    for batch in batches:
+        given, prior = batch.conditions.given, batch.conditions.prior
+        shares = model.shares_of(len(batch.rows), given, prior)
+        allowed |= torch.ones_like(allowed) if shares is None else (shares > 0).any(0)
+    # Those of a domain take turns.
+    domains = torch.tensor(model.domains)
+    chosen = domains[allowed].unique()
+    return torch.isin(domains, chosen).nonzero()[:, 0].tolist()
 
 
 def _walk(plan: Plan, batch: Batch, probable: int) -> Calls:

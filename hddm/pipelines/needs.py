@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hddm.call_counts import ROUTER, Calls, Network, count_calls
+from hddm.call_counts import ROUTER, Calls, Network, count_calls, possible_experts
 from hddm.data.images import save_png, to_bytes
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import COMPONENTS
@@ -90,7 +90,7 @@ class Sampling:
         if not self.is_chosen_by_states:
             return known
         found = []
-        for k in range(len(self.how.model.experts)):
+        for k in possible_experts(self.how.model, self.batches):
             found.append(Network(k))
             if any(one.is_weak for one in known):
                 found.append(Network(k, True))

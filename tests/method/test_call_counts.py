@@ -112,7 +112,9 @@ def test_foretold_calls_are_those_of_the_run(strategy: str, solver: str, guidanc
 
 
 @pytest.mark.parametrize("guidance", list(GUIDANCE))
-@pytest.mark.parametrize("strategy", ["nucleus-0.7", "nucleus-0.9", "threshold-0.25", "threshold-1"])
+@pytest.mark.parametrize(
+    "strategy", ["nucleus-0.7", "nucleus-0.9", "threshold-0.25", "threshold-1"]
+)
 def test_what_the_router_decides_lies_between_the_least_and_the_greatest(
     strategy: str, guidance: str
 ) -> None:

@@ -102,7 +102,8 @@ def test_a_student_is_counted_with_its_teacher_and_its_trajectories(
     needs = needs_of_student(ensemble, shards, tmp_path / "out", plain, RunOptions())
     weights = sizes(needs)["weights"] or 0
     assert (sizes(needs)["teacher"] or 0) > weights
-    few = DistillSettings.model_validate(common | {"sampling_steps": 2, "trajectories": 1000})
+    many = {"sampling_steps": 2, "trajectories": 1000, "teacher": "routed"}
+    few = DistillSettings.model_validate(common | many)
     needs = needs_of_student(ensemble, shards, tmp_path / "out", few, RunOptions(), flow_expert)
     # 1,000 trajectories of 13 states of 1×4×4 in float32.
     assert sizes(needs)["trajectories"] == 1000 * 13 * 16 * 4
@@ -192,7 +193,7 @@ def test_what_does_not_fit_is_not_measured_and_says_so(
 
 
 def test_a_dry_run_writes_nothing_and_nothing_is_in_its_way(
-    hddm: Command, shards: Path, tmp_path: Path
+    hddm: Command, shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "expert"
     verbs = [
@@ -204,7 +205,7 @@ def test_a_dry_run_writes_nothing_and_nothing_is_in_its_way(
         code, said, told = hddm(*words)
         assert code == 0, told
         assert "dry run: nothing is written" in said
-        assert "measures" in told
+        assert "measures" in caplog.text
         assert list(tmp_path.iterdir()) == []
     out.mkdir()
     (out / "mine.txt").write_text("mine")
