@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 IMAGES, SIDE, SIZE = 512, 32, "4x128/2"
-TRAINING = ("--objective", "flow", "--size", SIZE, "--batch-size", "32", "--steps", "40")
+TRAINING = ("--objective", "flow", "--size", SIZE, "--batch-size", "32", "--steps", "25")
 SAMPLING = ("--num-images", "64", "--batch-size", "32")
 
 

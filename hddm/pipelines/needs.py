@@ -4,7 +4,7 @@ import io
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from hddm.utils.progress import Progress
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
+_PROCESS = "process"
 TOO_LARGE = "what is counted above does not fit already"
 
 
@@ -54,7 +55,7 @@ def needs_of_sampling(source: Path, settings: SampleSettings) -> Needs:
         found = Sampling.of(how, batches)
         memory = [*of_weights(pipeline.experts, found.fields), *beside_experts(pipeline)]
         note = "Python and libraries"
-        memory.append(Memory("process", base, note, is_about=True, is_on_host=True))
+        memory.append(Memory(_PROCESS, base, note, is_about=True, is_on_host=True))
         return _measured(pipeline, found, settings, memory, encoding)
 
 
@@ -183,6 +184,14 @@ def _measured(
         memory.append(decoding(decoded, most))
         each = decoded.each(most)
         work.append(Work("decoding, PNG files", each, settings.num_images, "images"))
+    # Libraries come in with the first calls, and torch keeps some of what it frees.
+    alive = 0
+    if host is None:
+        alive = sum(one.size or 0 for one in memory if one.name != _PROCESS and not one.is_passing)
+    grown = resident_bytes() - alive
+    for place, one in enumerate(memory):
+        if one.name == _PROCESS:
+            memory[place] = replace(one, size=max(one.size or 0, grown))
     most = _most_that_fit(found, kinds, free)
     return Needs("sampling", memory, work, room, host, _remedies(pipeline, found, settings, most))
 

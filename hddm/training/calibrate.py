@@ -91,7 +91,7 @@ def calibrate(
             of_seen = None if labels is None else labels[seen.to(labels.device)]
             known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
             for level, time in enumerate(measured.tolist()):
-                drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
+                drawn = unseen[torch.randint(len(unseen), (AT_ONCE,), generator=noise)]
                 for rows in drawn.to(images.device).split(batch_size):
                     x_0 = images[rows]
                     eps = torch.randn(x_0.shape, generator=noise).to(x_0)
@@ -123,6 +123,10 @@ def calibrate(
     none = torch.zeros(1 + at_start, len(moments.variances))
     early = torch.cat([torch.zeros(1), times[:at_start], measured])
     return Calibration(moments, torch.cat([early, late]), torch.cat([none, weights, last]))
+
+
+AT_ONCE = STATES // 2
+"""States of one level that `calibrate` evaluates together."""
 
 
 def fitted_states(noise_range: NoiseRange) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hddm.training.calibrate import AT_ONCE
 from hddm.training.device import Device, optimizer_of, state_bytes
 from hddm.training.loop import Trainer, Training, checkpoint_gradients
 from hddm.training.settings import Recipe
@@ -31,6 +32,8 @@ from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.scaling import LARGE, Scaling, measure_times
 
+_ALIVE = 4
+"""Of what is counted, as many rows are alive in the measured steps: weights to averages."""
 WEAK_BYTES = 2
 """Bytes of a number of the weak model, which is kept in bfloat16."""
 
@@ -45,6 +48,8 @@ class _Measured:
     """Bytes of activations."""
     gradients: Scaling = field(default_factory=Scaling)
     """Seconds from the inputs to gradients."""
+    resident: int = 0
+    """Bytes that the process held after a step on few samples."""
     update_bytes: int = 0
     """Bytes that an update holds for itself."""
     update: float = 0.0
@@ -53,6 +58,8 @@ class _Measured:
     """Share of the time that a step waited for its inputs."""
     evaluation: float = 0.0
     """Seconds of one evaluation of the network on one sample."""
+    calibration: Scaling = field(default_factory=Scaling)
+    """Bytes of an evaluation, which keeps nothing for gradients."""
     trajectory: float = 0.0
     """Seconds of one trajectory of the teacher of a student of few steps."""
 
@@ -85,6 +92,9 @@ def needs_of_training(training: Training, trajectories: int = 0) -> Needs:
             with Progress(None, "measure", is_drawn=False):
                 small = recipe.model_copy(update=alone)
                 measured = _measure(training, small, device, room.free - lasting.on_device)
+            # Libraries come in with the first step, and torch keeps some of what it frees.
+            alive = 0 if host is not None else sum(one.size or 0 for one in rows[:_ALIVE])
+            rows[-1] = _process(max(base, measured.resident - alive))
     part = recipe.batch_size // recipe.gradient_accumulation_steps
     memory = [*rows, *_passing(recipe, measured, part)]
     work = _work(training, measured, part, trajectories)
@@ -113,9 +123,13 @@ def _counted(training: Training, base: int) -> list[Memory]:
         weak = WEAK_BYTES * _floating(network)
         note = f"from step {training.task.weak_step} on"
         rows.append(Memory("weak model", weak, note, is_on_host=True))
-    note = "Python, libraries, and images that are read"
-    rows.append(Memory("process", base, note, is_about=True, is_on_host=True))
+    rows.append(_process(base))
     return rows
+
+
+def _process(size: int) -> Memory:
+    note = "Python, libraries, and images that are read"
+    return Memory("process", size, note, is_about=True, is_on_host=True)
 
 
 def _floating(network: nn.Module) -> int:
@@ -142,6 +156,7 @@ def _measure(training: Training, recipe: Recipe, device: Device, free: int) -> _
             found.activations.known[1], found.update_bytes = stepping.traced(1)
         if most > 1 and not is_large and 2 * found.activations.known[1] < free:
             found.activations.known[2], found.update_bytes = stepping.traced(2)
+        found.resident = resident_bytes()
 
         def timed(number: int) -> float:
             seconds, found.update, waited = stepping.timed(number)
@@ -155,6 +170,10 @@ def _measure(training: Training, recipe: Recipe, device: Device, free: int) -> _
         if training.evaluations:
             number = max(found.gradients.known)
             found.evaluation = stepping.evaluated(number) / number
+            for few in found.activations.known:
+                with LiveBytes() as live:
+                    stepping.evaluated(few)
+                found.calibration.known[few] = live.peak()
     finally:
         stepping.trainer.loader.close()
     return found
@@ -233,6 +252,9 @@ def _passing(recipe: Recipe, measured: _Measured | None, part: int) -> list[Memo
     found = [Memory("activations", size, note, is_about=True, is_passing=True)]
     if update:
         found.append(Memory("update", update, "", is_about=True, is_passing=True))
+    if measured.calibration.known:
+        states, note = round(measured.calibration.at(AT_ONCE)), f"{AT_ONCE} states at once"
+        found.append(Memory("calibration", states, note, is_about=True, is_passing=True))
     return found
 
 
