@@ -40,7 +40,7 @@ from hddm.training.loop import OnTrainingStep, StepInputs, Task, Training
 from hddm.training.mean_flow import CAPTION, MeanFlow, trajectories_size
 from hddm.training.needs import needs_of_training
 from hddm.training.objectives import Objective, conditions_in, drawing, objective_of
-from hddm.training.resume import recipe_before
+from hddm.training.resume import recipe_before, recipe_of_resumed
 from hddm.training.settings import (
     DenoiserFields,
     DistillRecipe,
@@ -308,7 +308,7 @@ def needs_of_student(
     init: Path | None = None,
 ) -> Needs:
     """Measure what `distill` needs with these arguments, and write nothing."""
-    before = recipe_before(out, EXPERT_FILE, run, overwrite=True)
+    before = recipe_of_resumed(out, run)
     folders = ensemble_folder, shards_folder
     if settings.sampling_steps is None:
         return needs_of_training(student_training(*folders, settings, before, init))

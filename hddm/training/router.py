@@ -17,7 +17,7 @@ from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
 from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, Training
 from hddm.training.needs import needs_of_training
-from hddm.training.resume import recipe_before
+from hddm.training.resume import recipe_before, recipe_of_resumed
 from hddm.training.router_accuracy import (
     Evidence,
     accuracy_of,
@@ -149,7 +149,7 @@ def needs_of_router(
     partitions: Path | Sequence[Path], out: Path, settings: RouterSettings, run: RunOptions
 ) -> Needs:
     """Measure what `train_router` needs with these arguments, and write nothing."""
-    before = recipe_before(out, ROUTER_FILE, run, overwrite=True)
+    before = recipe_of_resumed(out, run)
     return needs_of_training(router_training(partitions, out, settings, before))
 
 

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from hddm.experts.records import EXPERT_FILE
 from hddm.settings import Report, keywords, silent
 from hddm.training.continuation import continue_expert, continued_training
 from hddm.training.expert import new_training, train_expert
 from hddm.training.loop import summary_of
 from hddm.training.needs import needs_of_training
-from hddm.training.resume import recipe_before
+from hddm.training.resume import recipe_of_resumed
 from hddm.training.settings import ExpertSettings, RunOptions, check_init
 from hddm.utils.needs import Needs
 from hddm.utils.progress import TrainingProgress
@@ -69,7 +68,7 @@ def needs_to_train(
 ) -> Needs:
     """Measure what `train` needs with these arguments, and write nothing."""
     check_init(settings, init, schedule)
-    before = recipe_before(out, EXPERT_FILE, run, overwrite=True)
+    before = recipe_of_resumed(out, run)
     if init is None:
         return needs_of_training(new_training(shard, settings, schedule, before, run))
     return needs_of_training(continued_training(init, shard, out, settings, before, run))
