@@ -218,6 +218,8 @@ ENDS = ("final_layer", "head", "proj_out", "proj_out_1", "proj_out_2", "norm_out
 def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that require gradients; each group holds its peak rate.
 
+    What state it keeps says `state_bytes`.
+
     Muon makes the momentum of a matrix orthogonal by Newton and Schulz's iteration and scales it by
     max(1, rows/columns)^½ (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024).
     Packed matrices of queries, keys and values are one matrix to it.
