@@ -8,6 +8,7 @@ import typer
 from hddm.training.settings import DistillSettings, RunOptions, check_init
 from hddm_cli.options import (
     Config,
+    DryRun,
     InputOption,
     ModelArgument,
     ModelOption,
@@ -17,6 +18,7 @@ from hddm_cli.options import (
     checked_by,
 )
 from hddm_cli.train import refuse_unfinished
+from hddm_cli.usage import show
 
 
 def check_student(settings: DistillSettings, init: Path | None) -> None:
@@ -40,6 +42,7 @@ def distill(
         ),
     ] = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     config: Config = None,
 ) -> None:
     """Train one model to imitate an ensemble.
@@ -48,6 +51,11 @@ def distill(
     expert folder. The run is saved in OUT.run; --resume continues from there.
     """
     check_student(settings, init)
+    if dry_run:
+        from hddm.training.distill import needs_of_student
+
+        show(needs_of_student(ensemble, data, out, settings, run, init))
+        return
     refuse_unfinished(out, run, overwrite)
 
     from hddm.training.distill import distill as train

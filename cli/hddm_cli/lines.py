@@ -13,7 +13,7 @@ from hddm.utils.errors import HddmError
 from hddm_cli.app import commands, run_words, worded
 from hddm_cli.options import existing, fetched, named
 
-_OWN = {"out", "overwrite", "resume"}
+_OWN = {"out", "overwrite", "resume", "dry_run"}
 """Options that a benchmark sets."""
 
 

@@ -65,12 +65,13 @@ def named(param: typer.CallbackParam, value: Any) -> Any:
 def absent(context: typer.Context, value: Path) -> Path:
     """Callback of --out: what is in the way is refused before anything is imported to fill it.
 
-    With --overwrite or --resume, which are eager, what is there may be of the right kind.
+    With --overwrite or --resume, which are eager, what is there may be of the right kind; with --dry-run
+    nothing is written there.
 
     Raises:
         HddmError: as `check_absent`.
     """
-    if not (context.params.get("overwrite") or context.params.get("resume")):
+    if not any(context.params.get(name) for name in ("overwrite", "resume", "dry_run")):
         check_absent(value, EXPERT_FILE)
     return value
 
@@ -92,6 +93,14 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of all random numbers.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        is_eager=True,
+        help="Measure what it will take in memory and time, print that, and write nothing.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Model = Annotated[Path, ModelArgument(help="Ensemble folder, expert folder or the Paris release.")]
 Resume = Annotated[

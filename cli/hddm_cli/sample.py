@@ -6,7 +6,8 @@ import typer
 
 from hddm.settings import SampleSettings
 from hddm.utils.errors import counted
-from hddm_cli.options import Model, Out, Overwrite, Resume
+from hddm_cli.options import DryRun, Model, Out, Overwrite, Resume
+from hddm_cli.usage import show
 
 
 def sample(
@@ -18,13 +19,22 @@ def sample(
     ] = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Generate images with an expert or an ensemble.
 
     Image i depends only on the seed and on i.
     """
-    from hddm.pipelines.samples import sample_to_folder
     from hddm.utils.progress import Progress
+
+    if dry_run:
+        with Progress(None, f"open {source}", is_drawn=False):
+            from hddm.pipelines.needs import needs_of_sampling
+
+            needs = needs_of_sampling(source, settings)
+        show(needs)
+        return
+    from hddm.pipelines.samples import sample_to_folder
 
     with Progress(None, f"open {source}", is_drawn=False):
         shown = sample_to_folder(source, out, settings, overwrite, grid, resume)

@@ -8,7 +8,8 @@ import typer
 from pydantic import BeforeValidator, Field
 
 from hddm.settings import Described, Positive, ServeSettings, Shown
-from hddm_cli.options import Model
+from hddm_cli.options import DryRun, Model
+from hddm_cli.usage import show
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Resource = Annotated[str, Field(min_length=1)]
@@ -59,7 +60,9 @@ class Cluster(Described):
     expert, front:… for the HTTP server. Default: num_cpus=1, and the cluster's GPUs shared out evenly."""
 
 
-def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
+def serve(
+    ensemble: Model, settings: ServeSettings, cluster: Cluster, dry_run: DryRun = False
+) -> None:
     """Serve an ensemble over HTTP.
 
     Each expert runs in its own process, on one machine or many. The server speaks OpenAI's images API (POST
@@ -82,4 +85,10 @@ def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
         )
 
     placement = Placement(cluster.num_replicas, cluster.resources)
+    if dry_run:
+        from hddm.serving.needs import needs_of_service
+
+        needs, lines = needs_of_service(ensemble, settings, placement, cluster.ray)
+        show(*needs, more=lines)
+        return
     run(ensemble, cluster.host, cluster.port, settings, placement, cluster.ray, ready)

@@ -20,6 +20,7 @@ from hddm.training.settings import (
 from hddm.utils.errors import UsageError, counted, errors_as
 from hddm_cli.options import (
     Config,
+    DryRun,
     InputArgument,
     InputOption,
     ModelOption,
@@ -29,7 +30,7 @@ from hddm_cli.options import (
     add,
     checked_by,
 )
-from hddm_cli.usage import say
+from hddm_cli.usage import say, show
 
 if TYPE_CHECKING:
     from hddm.training.islands import Island, Outcome
@@ -64,6 +65,7 @@ def expert(
     init: Init = None,
     schedule: ScheduleFile = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     config: Config = None,
 ) -> None:
     """Train one expert on one shard.
@@ -71,10 +73,15 @@ def expert(
     Checkpoints, TensorBoard logs and sample grids are saved in OUT.run; --resume continues from there.
     """
     check_init(settings, init, schedule)
+    start = {"init": init, "schedule": schedule}
+    if dry_run:
+        from hddm.training.train import needs_to_train
+
+        show(needs_to_train(shard, out, settings, run, **start))
+        return
     refuse_unfinished(out, run, overwrite)
     from hddm.training.train import train
 
-    start = {"init": init, "schedule": schedule}
     train(shard, out, settings=settings, run=run, overwrite=overwrite, report=say, **start)
 
 
@@ -87,9 +94,15 @@ def router(
     settings: RouterSettings,
     run: Annotated[RunOptions, Without(("sample_every", "held_out", "validate_every"))],
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     config: Config = None,
 ) -> None:
     """Train the router, which recognises shards from noisy images."""
+    if dry_run:
+        from hddm.training.router import needs_of_router
+
+        show(needs_of_router(shards, out, settings, run))
+        return
     refuse_unfinished(out, run, overwrite)
 
     from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord

@@ -6,12 +6,15 @@ Typer brings its own copy of click, or does not, by its version; so its objects 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
 from hddm.utils.errors import UsageError, choose, did_you_mean, words
+
+if TYPE_CHECKING:
+    from hddm.utils.needs import Needs
 
 _TOPICS = {
     "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size "
@@ -147,6 +150,16 @@ def as_typed(text: str) -> str:
 def say(text: str, err: bool = False) -> None:
     """Print a text of the library."""
     typer.echo(as_typed(text), err=err)
+
+
+def show(*needs: "Needs", more: Sequence[str] = ()) -> None:
+    """Print what a command will need, and ``more`` lines about it."""
+    for one in needs:
+        for line in one.lines():
+            say(line)
+    for line in more:
+        say(line)
+    say("dry run: nothing is written; what is about is measured on few samples here, and scaled")
 
 
 def _word(param: Any) -> str:

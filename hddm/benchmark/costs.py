@@ -25,7 +25,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from hddm.benchmark.lines import Line, RunCommand, placed
 from hddm.benchmark.steps import Contents, Step
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.calibration import LEVELS, START, STATES
 from hddm.condition_names import LABELS
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
 from hddm.experts.ensemble_folders import read_ensemble_record
@@ -34,6 +33,7 @@ from hddm.experts.loading import load
 from hddm.experts.parts import domains_of
 from hddm.experts.records import ROUTER_FILE, read_expert_record, read_router
 from hddm.strategies import Strategy
+from hddm.training.calibrate import fitted_states
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress, heard
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
@@ -250,7 +250,7 @@ def calibration_flop(step: Step) -> int:
     assert isinstance(field, VelocityField)
     field.calibration = None
     labels = {LABELS: torch.zeros(1, dtype=torch.long)} if field.classes else {}
-    states = 0 if field.noise_range[1] <= START else LEVELS * STATES
+    states = fitted_states(field.noise_range)
     if step.verb == "calibrate" and step.values["data"] is None:
         # It samples the images itself that it is fitted to.
         states += step.values["num_images"] * step.values["steps"]

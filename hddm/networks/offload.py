@@ -113,6 +113,11 @@ class Shelf:
                 stream = torch.cuda.current_stream(network.placement.device)
                 self._done[network] = stream.record_event()
 
+    @property
+    def total(self) -> int:
+        """Bytes of these networks, wherever they are."""
+        return sum(network.size for network in self._networks)
+
     def bring(self, network: "StoredNetwork") -> None:
         """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
         with self.lock:
@@ -321,6 +326,14 @@ class StoredNetwork(nn.Module):
                 total += shape.numel() + (width + 1) * shape[0]
             else:
                 total += width * shape.numel()
+        return total
+
+    @property
+    def full_size(self) -> int:
+        """Bytes of the weights without quantization."""
+        width, total = self.placement.element_size(), 0
+        for shape in self._shapes.values():
+            total += width * shape.numel()
         return total
 
     def quantize(self) -> None:

@@ -81,22 +81,8 @@ def sample_to_folder(
     other settings, a model that cannot be loaded, wrong settings or a full disk, and `Stopped` for
     `Interrupted`.
     """
-    is_latent, device = settings.output_type == "latent", available_device(settings.device)
-    if grid and is_latent:
-        raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
-    dtype = dtype_on(device, settings.dtype)
-    settings = settings.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    pipeline = HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload)
-    pipeline.to(device).experts.prepare(settings)
-    # Only now, since quantized experts take less.
-    pipeline.limit_memory(settings.max_memory)
-    image, mask = _opened(settings.init_image), _opened(settings.mask)
-    with errors_as(UsageError):
-        pipeline = pipeline.at_size(settings.height, settings.width)
-        how = planned(pipeline, settings, image, mask)
-    of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
-    pipeline.check_output(settings.expert, not is_latent, of_one_kind)
-    run = _Run(source, pipeline, settings, how)
+    pipeline, how, settings = opened(source, settings, grid)
+    run = Run(source, pipeline, settings, how)
     _say_unused(settings)
     settings = settings.model_copy(update=_what_runs(settings, how))
     record = _record(source, settings, pipeline, run.cycles.given) | {"begins_at": _begins_at(how)}
@@ -126,6 +112,31 @@ def sample_to_folder(
         return None
     paths = [out / IMAGE.format(i) for i in settings.numbers]
     return write_sheet(out, paths, record if settings.metadata else None)
+
+
+def opened(
+    source: Path, settings: SampleSettings, grid: bool = False
+) -> tuple[HDDMPipeline, Plan, SampleSettings]:
+    """Open what `sample_to_folder` samples; return it, its plan, and the settings with the dtype that runs.
+
+    Raises `HddmError` for a model that cannot be loaded, and wrong settings.
+    """
+    is_latent, device = settings.output_type == "latent", available_device(settings.device)
+    if grid and is_latent:
+        raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
+    dtype = dtype_on(device, settings.dtype)
+    settings = settings.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    pipeline = HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload)
+    pipeline.to(device).experts.prepare(settings)
+    # Only now, since quantized experts take less.
+    pipeline.limit_memory(settings.max_memory)
+    image, mask = _opened(settings.init_image), _opened(settings.mask)
+    with errors_as(UsageError):
+        pipeline = pipeline.at_size(settings.height, settings.width)
+        how = planned(pipeline, settings, image, mask)
+    of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
+    pipeline.check_output(settings.expert, not is_latent, of_one_kind)
+    return pipeline, how, settings
 
 
 def _opened(path: Path | None) -> Any:
@@ -195,7 +206,7 @@ def _say_unused(settings: SampleSettings) -> None:
             )
 
 
-class _Run:
+class Run:
     """A run, batch by batch; `ready` counts the finished images."""
 
     def __init__(
@@ -234,7 +245,7 @@ class _Run:
         # Per image: the solver's steps, and one to decode and write it.
         steps = self.how.steps + 1
         with Progress(self.settings.num_images * steps, "sample") as progress:
-            for name, batch in self._batches():
+            for name, batch in self.batches():
                 part = draft.parts / name
                 done = draft.done(part)
                 if done is not None:
@@ -262,7 +273,7 @@ class _Run:
             save_file({"latents": ordered}, draft.whole / LATENTS_FILE, {"format": "pt"})
         self._warn()
 
-    def _batches(self) -> Iterator[tuple[str, Batch]]:
+    def batches(self) -> Iterator[tuple[str, Batch]]:
         """All batches, each with the name of its part of the draft."""
         numbers = self.settings.numbers
         for start in numbers[::ROUND]:

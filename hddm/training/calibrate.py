@@ -77,7 +77,7 @@ def calibrate(
         labels = None
     moments = Moments.of(images, labels)
     low, high = noise_range
-    if high <= START:
+    if not fitted_states(noise_range):
         return Calibration(moments, torch.tensor(WHOLE), torch.zeros(2, len(moments.variances)))
     # Weights at START are 0, and at 1 they are known; any other end of the range is measured as well.
     at_start, at_end = int(low <= START), int(high == 1)
@@ -91,7 +91,7 @@ def calibrate(
             of_seen = None if labels is None else labels[seen.to(labels.device)]
             known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
             for level, time in enumerate(measured.tolist()):
-                drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
+                drawn = unseen[torch.randint(len(unseen), (AT_ONCE,), generator=noise)]
                 for rows in drawn.to(images.device).split(batch_size):
                     x_0 = images[rows]
                     eps = torch.randn(x_0.shape, generator=noise).to(x_0)
@@ -123,6 +123,16 @@ def calibrate(
     none = torch.zeros(1 + at_start, len(moments.variances))
     early = torch.cat([torch.zeros(1), times[:at_start], measured])
     return Calibration(moments, torch.cat([early, late]), torch.cat([none, weights, last]))
+
+
+AT_ONCE = STATES // 2
+"""States of one level that `calibrate` evaluates together."""
+
+
+def fitted_states(noise_range: NoiseRange) -> int:
+    """Number of states at which `calibrate` evaluates the network of an expert of this noise range."""
+    _, high = noise_range
+    return 0 if high <= START else LEVELS * STATES
 
 
 def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from hddm.predictions import Level, PredictionType
 from hddm.schedules import LinearSchedule, from_config
 from hddm.training.adapters import add_adapter, save_adapted, targets_of
 from hddm.training.bounded_gain import KAPPA, calibration_to_train_in
+from hddm.training.calibrate import fitted_states
 from hddm.training.expert import read_init, record_of_shard, saving
-from hddm.training.loop import OnTrainingStep, Task, run_task
+from hddm.training.loop import OnTrainingStep, Task, Training
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, Start, resolve
@@ -59,6 +60,19 @@ def continue_expert(
             an adapter, or without peft.
     """
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
+    training = continued_training(init, shard_folder, out, settings, before, run)
+    return training.run(out, overwrite, on_step, run)
+
+
+def continued_training(
+    init: Path,
+    shard_folder: Path,
+    out: Path,
+    settings: ExpertSettings,
+    before: Mapping[str, Any] | None = None,
+    run: RunOptions | None = None,
+) -> Training:
+    """Return the training of `continue_expert`; ``before`` is the recipe of a run that it continues."""
     expert, origin = read_init(init)
     shard = open_shard(shard_folder)
     recipe, objective = resolve_continued(init, expert, shard, settings, before)
@@ -98,7 +112,8 @@ def continue_expert(
     write = saving(expert, shard, recipe, conditions, origin, save)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), **origin}
     watch = watching(field, shard, recipe.conditions, run)
-    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    states = 0 if field.calibration is not None else fitted_states(recipe.noise_range)
+    return Training(task, recipe, EXPERT_FILE, write, data, watch, states)
 
 
 def resolve_continued(

@@ -218,6 +218,8 @@ ENDS = ("final_layer", "head", "proj_out", "proj_out_1", "proj_out_2", "norm_out
 def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that require gradients; each group holds its peak rate.
 
+    What state it keeps says `state_bytes`.
+
     Muon makes the momentum of a matrix orthogonal by Newton and Schulz's iteration and scales it by
     max(1, rows/columns)^½ (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024).
     Packed matrices of queries, keys and values are one matrix to it.
@@ -245,6 +247,21 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
     return optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the state that an optimizer of `optimizer_of` has after its first step.
+
+    Muon keeps one average for each number, AdamW two, and its count of steps in float32 for each tensor.
+    """
+    total = 0
+    for one in optimizer._optimizers if isinstance(optimizer, _Together) else [optimizer]:
+        is_muon = isinstance(one, torch.optim.Muon)
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                total += (1 if is_muon else 2) * parameter.nbytes
+                total += 0 if is_muon else torch.float32.itemsize
+    return total
 
 
 def _matrices(network: nn.Module) -> set[str]:

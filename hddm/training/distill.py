@@ -34,11 +34,13 @@ from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import sha256_once
 from hddm.strategies import Strategy, refuse_void
+from hddm.training.calibrate import fitted_states
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
-from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
-from hddm.training.mean_flow import CAPTION, MeanFlow
+from hddm.training.loop import OnTrainingStep, StepInputs, Task, Training
+from hddm.training.mean_flow import CAPTION, MeanFlow, trajectories_size
+from hddm.training.needs import needs_of_training
 from hddm.training.objectives import Objective, conditions_in, drawing, objective_of
-from hddm.training.resume import recipe_before
+from hddm.training.resume import recipe_before, recipe_of_resumed
 from hddm.training.settings import (
     DenoiserFields,
     DistillRecipe,
@@ -51,6 +53,7 @@ from hddm.training.settings import (
 )
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, an, errors_as
+from hddm.utils.needs import Needs
 from hddm.utils.records import MANIFEST, WHOLE
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import append_dims
@@ -223,6 +226,18 @@ def distill(
     if run is not None and run.held_out is not None:
         raise UsageError("`held_out`: is for trainings of experts; leave it out")
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
+    training = student_training(ensemble_folder, shards_folder, settings, before, init)
+    return training.run(out, overwrite, on_step, run)
+
+
+def student_training(
+    ensemble_folder: Path,
+    shards_folder: Path,
+    settings: DistillSettings,
+    before: Mapping[str, Any],
+    init: Path | None = None,
+) -> Training:
+    """Return the training of `distill`; ``before`` is the recipe of a run that it continues, or {}."""
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, union, shards, settings, before.get("strategy"))
@@ -273,7 +288,36 @@ def distill(
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **origin}
     watch = watching(field_of(student), union, learned.conditions)
-    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    states = 0 if recipe.sampling_steps is not None else fitted_states(WHOLE)
+    others = {"teacher": teacher.opened.expert_set("cpu", torch.float32).shelf.total}
+    if recipe.sampling_steps is not None:
+        others["trajectories"] = trajectories_size(settings.trajectories, record.sample_shape)
+    return Training(task, recipe, EXPERT_FILE, write, data, watch, states, others)
+
+
+FEW = 16
+"""Trajectories that are solved to measure what many need."""
+
+
+def needs_of_student(
+    ensemble_folder: Path,
+    shards_folder: Path,
+    out: Path,
+    settings: DistillSettings,
+    run: RunOptions,
+    init: Path | None = None,
+) -> Needs:
+    """Measure what `distill` needs with these arguments, and write nothing."""
+    before = recipe_of_resumed(out, run)
+    folders = ensemble_folder, shards_folder
+    if settings.sampling_steps is None:
+        return needs_of_training(student_training(*folders, settings, before, init))
+    few = settings.model_copy(update={"trajectories": min(FEW, settings.trajectories)})
+    training = student_training(*folders, few, before, init)
+    factor = settings.trajectories / few.trajectories
+    others = dict(training.others)
+    others["trajectories"] = round(others["trajectories"] * factor)
+    return needs_of_training(replace(training, others=others), settings.trajectories)
 
 
 def _as_expert(

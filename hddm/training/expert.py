@@ -29,9 +29,9 @@ from hddm.schedules import (
     from_diffusers,
     read_prediction,
 )
-from hddm.training.calibrate import fit_on_shard
+from hddm.training.calibrate import fit_on_shard, fitted_states
 from hddm.training.device import placed
-from hddm.training.loop import Fitted, OnTrainingStep, Task, run_task
+from hddm.training.loop import Fitted, OnTrainingStep, Task, Training
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
@@ -75,6 +75,18 @@ def train_expert(
         Stopped: after a signal, with the run saved.
     """
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
+    training = new_training(shard_folder, settings, schedule, before, run)
+    return training.run(out, overwrite, on_step, run)
+
+
+def new_training(
+    shard_folder: Path,
+    settings: ExpertSettings,
+    schedule: Schedule | Path | None = None,
+    before: Mapping[str, Any] | None = None,
+    run: RunOptions | None = None,
+) -> Training:
+    """Return the training of `train_expert`; ``before`` is the recipe of a run that it continues."""
     shard = open_shard(shard_folder)
     recipe, objective = resolve_new(shard, settings, schedule, before)
     origin = str(schedule) if isinstance(schedule, Path) else DEFAULT_SCHEDULE
@@ -94,7 +106,8 @@ def train_expert(
         "schedule": objective.schedule.config,
     }
     watch = watching(field_of(expert), shard, recipe.conditions, run)
-    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    states = fitted_states(recipe.noise_range)
+    return Training(task, recipe, EXPERT_FILE, write, data, watch, states)
 
 
 def saving(

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def fit(
             task.prepare(device.target, None if run is None else run.folder)
         if run is not None:
             stack.enter_context(stop)
-        trainer = _Trainer(task, recipe, device)
+        trainer = Trainer(task, recipe, device)
         stack.callback(trainer.loader.close)
         state = trainer.state
         if run is not None:
@@ -287,7 +287,7 @@ class _Losses(nn.Module):
 
 
 @dataclass
-class _Begun:
+class Begun:
     """A step whose gradients are computed, or will be, and whose figures are not read yet."""
 
     step: int
@@ -298,7 +298,9 @@ class _Begun:
     seconds: float
 
 
-class _Trainer:
+class Trainer:
+    """The steps of a training on a device: `begun` computes gradients, `finished` completes the state."""
+
     def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
         self.recipe, self.device = recipe, device
         network: Any = task.network
@@ -311,9 +313,15 @@ class _Trainer:
         self.state = TrainingState(
             network, Ema(network, recipe.ema_decay), optimizer, device.scaler
         )
-        order = Order(task.num_samples, recipe.batch_size, recipe.seed, task.key)
+        self._task = task
+        self.load(recipe.batch_size)
+
+    def load(self, batch_size: int) -> None:
+        """Take batches of this size from the next step on."""
+        task, recipe, device = self._task, self.recipe, self.device
+        order = Order(task.num_samples, batch_size, recipe.seed, task.key)
         ahead = 0 if device.target.type == "cpu" else AHEAD
-        self.loader = Loader(order, task.draw, recipe.steps, device.share(recipe.batch_size), ahead)
+        self.loader = Loader(order, task.draw, recipe.steps, device.share(batch_size), ahead)
 
     def reports(self, stop: StopRequest, run: Run | None) -> Iterator[StepReport]:
         """Take all steps that are left, and yield the report of each.
@@ -321,22 +329,22 @@ class _Trainer:
         The figures of a step are read while the next one's gradients are computed, so that a GPU never waits
         for Python. When a report is yielded, weights, averages and optimizer are those after its step.
         """
-        before: _Begun | None = None
+        before: Begun | None = None
         for step in range(self.state.step + 1, self.recipe.steps + 1):
             try:
-                begun = self._begun(step, stop, run)
+                begun = self.begun(step, stop, run)
             finally:
                 # An error belongs to the new step, and must not cost the one before.
                 if before is not None:
-                    yield self._finished(before, stop, run)
+                    yield self.finished(before, stop, run)
             started = time.perf_counter()
             self.device.update(self.state.optimizer, begun.readings.skipped)
             begun.seconds += time.perf_counter() - started
             before = begun
         if before is not None:
-            yield self._finished(before, stop, run)
+            yield self.finished(before, stop, run)
 
-    def _begun(self, step: int, stop: StopRequest, run: Run | None) -> _Begun:
+    def begun(self, step: int, stop: StopRequest, run: Run | None) -> Begun:
         """Start to compute the gradients of ``step``."""
         state, device = self.state, self.device
         started = time.perf_counter()
@@ -354,9 +362,9 @@ class _Trainer:
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)
-        return _Begun(step, rows, readings, rates, waited, time.perf_counter() - started)
+        return Begun(step, rows, readings, rates, waited, time.perf_counter() - started)
 
-    def _finished(self, begun: _Begun, stop: StopRequest, run: Run | None) -> StepReport:
+    def finished(self, begun: Begun, stop: StopRequest, run: Run | None) -> StepReport:
         """Wait for the figures of a step, and complete the state after it."""
         state, device, step = self.state, self.device, begun.step
         started = time.perf_counter()
@@ -421,7 +429,36 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
 
-def _checkpoint_gradients(network: Any) -> None:
+@dataclass(frozen=True)
+class Training:
+    """A training before its first step; `run` runs it, and `hddm.training.needs` tells what it will take.
+
+    Its fields are those of `run_task`, and what the steps do not show: ``evaluations`` of the network by the
+    calibration that follows them, for one image each, and bytes of ``others`` that stay, by name.
+    """
+
+    task: Task
+    recipe: Recipe
+    record: str
+    write: Callable[[Path, Fitted], None]
+    data: Mapping[str, Any]
+    watch: Watch | None = None
+    evaluations: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    def run(
+        self,
+        out: Path,
+        overwrite: bool = False,
+        on_step: OnTrainingStep | None = None,
+        run: RunOptions | None = None,
+    ) -> list[float]:
+        """As `run_task`."""
+        parts = (self.task, self.recipe, out, self.record, self.write, self.data)
+        return run_task(*parts, overwrite, on_step, run, self.watch)
+
+
+def checkpoint_gradients(network: Any) -> None:
     """Turn gradient checkpointing on; `HddmError` for a class that diffusers finds unable."""
     try:
         network.enable_gradient_checkpointing()
@@ -461,7 +498,7 @@ def run_task(
     if is_finished(out, record, content, run, overwrite):
         return []
     if recipe.gradient_checkpointing:
-        _checkpoint_gradients(task.network)
+        checkpoint_gradients(task.network)
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))

@@ -64,6 +64,11 @@ class Trajectories(NamedTuple):
     times: Tensor
 
 
+def trajectories_size(num: int, shape: tuple[int, ...]) -> int:
+    """Bytes of the states of ``num`` trajectories of samples of a shape (C, H, W)."""
+    return num * len(SOLVED) * torch.Size(shape).numel() * torch.float32.itemsize
+
+
 @torch.no_grad()
 def solve(
     teacher: Ensemble,

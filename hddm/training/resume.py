@@ -158,6 +158,11 @@ def recipe_before(
     """
     if not is_kept(out, record, run, overwrite):
         check_absent(out, record, overwrite)
+    return recipe_of_resumed(out, run)
+
+
+def recipe_of_resumed(out: Path, run: RunOptions | None) -> dict[str, Any]:
+    """Return the recipe of the run that is resumed, {} if none is."""
     if run is None or not run.resume:
         return {}
     settings: dict[str, Any] = recorded(out).get("settings", {})

@@ -1,7 +1,7 @@
 """Train the router, which predicts the shard of a noised image (`train_router`)."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
-from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, run_task
-from hddm.training.resume import recipe_before
+from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, Training
+from hddm.training.needs import needs_of_training
+from hddm.training.resume import recipe_before, recipe_of_resumed
 from hddm.training.router_accuracy import (
     Evidence,
     accuracy_of,
@@ -27,6 +28,7 @@ from hddm.training.router_temperatures import calibrate_router
 from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
+from hddm.utils.needs import Needs
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
@@ -62,7 +64,19 @@ def train_router(
             unreadable, a run that differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
-    recipe = resolve(RouterRecipe, settings, before=recipe_before(out, ROUTER_FILE, run, overwrite))
+    before = recipe_before(out, ROUTER_FILE, run, overwrite)
+    training = router_training(partitions, out, settings, before)
+    return training.run(out, overwrite, on_step, run)
+
+
+def router_training(
+    partitions: Path | Sequence[Path],
+    out: Path,
+    settings: RouterSettings,
+    before: Mapping[str, Any] | None = None,
+) -> Training:
+    """Return the training of `train_router`; ``before`` is the recipe of a run that it continues."""
+    recipe = resolve(RouterRecipe, settings, before=before)
     named = [partitions] if isinstance(partitions, Path) else partitions
     shards: list[Shard] = []
     for partition in named:
@@ -128,10 +142,15 @@ def train_router(
         save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 0))
-    data = data_of(shards)
-    return run_task(
-        task, recipe, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching()
-    )
+    return Training(task, recipe, ROUTER_FILE, write, data_of(shards), watching())
+
+
+def needs_of_router(
+    partitions: Path | Sequence[Path], out: Path, settings: RouterSettings, run: RunOptions
+) -> Needs:
+    """Measure what `train_router` needs with these arguments, and write nothing."""
+    before = recipe_of_resumed(out, run)
+    return needs_of_training(router_training(partitions, out, settings, before))
 
 
 def _check_alike(shards: Sequence[Shard]) -> None:

@@ -70,6 +70,12 @@ class Ema:
         self._live = trained_parameters(network)
         self._shadow = {name: p.detach().float().clone() for name, p in self._live.items()}
 
+    @staticmethod
+    def size_of(network: nn.Module) -> int:
+        """Bytes of the averages of ``network``."""
+        numbers = sum(p.numel() for p in trained_parameters(network).values())
+        return numbers * torch.float32.itemsize
+
     @torch.no_grad()
     def update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from hddm.settings import Report, keywords, silent
-from hddm.training.continuation import continue_expert
-from hddm.training.expert import train_expert
+from hddm.training.continuation import continue_expert, continued_training
+from hddm.training.expert import new_training, train_expert
 from hddm.training.loop import summary_of
+from hddm.training.needs import needs_of_training
+from hddm.training.resume import recipe_of_resumed
 from hddm.training.settings import ExpertSettings, RunOptions, check_init
+from hddm.utils.needs import Needs
 from hddm.utils.progress import TrainingProgress
 
 
@@ -53,3 +56,19 @@ def train(
     if losses:
         report(f"{out}: {summary_of(losses)}")
     return out
+
+
+def needs_to_train(
+    shard: Path,
+    out: Path,
+    settings: ExpertSettings,
+    run: RunOptions,
+    init: Path | None = None,
+    schedule: Path | None = None,
+) -> Needs:
+    """Measure what `train` needs with these arguments, and write nothing."""
+    check_init(settings, init, schedule)
+    before = recipe_of_resumed(out, run)
+    if init is None:
+        return needs_of_training(new_training(shard, settings, schedule, before, run))
+    return needs_of_training(continued_training(init, shard, out, settings, before, run))
