@@ -12,8 +12,8 @@ from hddm.utils.errors import HddmError
 
 _SIGNS = (
     "± is the half-width of the 95 % interval over images, s the standard deviation over training seeds. "
-    "Gaps are paired: image by image for single results, which says nothing about other trainings; seed by seed, "
-    "and corrected for the number of comparisons, for three seeds or more."
+    "Gaps are paired: image by image for single results, which says nothing about other trainings; seed by "
+    "seed, and corrected for the number of comparisons, for three seeds or more."
 )
 
 

@@ -25,7 +25,8 @@ from hddm.pipelines.networks_measured import Measured, kind_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import shape_of
 from hddm.sampling import batches, plan
-from hddm.serving.service import FRONT, Placement, names_of
+from hddm.serving.placement import FRONT, Placement
+from hddm.serving.service import names_of
 from hddm.settings import ServeSettings
 from hddm.utils.errors import counted
 from hddm.utils.machine import has_own_memory, main_memory, resident_bytes, room_on
@@ -57,12 +58,11 @@ def needs_of_service(
     """
     base = resident_bytes()
     names = names_of(folder)
-    placement.refuse_unknown(names)
+    placement.check(names)
     is_here = address == LOCAL
     device = available_device(settings.device) if is_here else torch.device("cpu")
     dtype = dtype_on(device, settings.dtype)
     log.info("dry run: measures calls of networks on %s", device if is_here else "no device")
-    of_others = placement.replicas.get("", 1)
     with Progress(None, "measure", is_drawn=False):
         front = _front(folder, settings, base, is_here)
         # As in a worker: alone in its process, an adapter is merged.
@@ -71,7 +71,7 @@ def needs_of_service(
         measured = dict[str, Measured]()
         workers = []
         for name, field in zip(names, experts.fields(), strict=True):
-            number = placement.replicas.get(name, of_others)
+            number = placement.copies(name)
             what = f"a worker of {name} ({counted(number, 'worker')})"
             process = Memory("process", base, "Python and libraries", True, is_on_host=True)
             fields = [field] if field.weak is None else [field, field.weak]
