@@ -365,7 +365,7 @@ class PartitionSettings(SourceSettings):
     seed: Seed = 0
     """Seed of all random numbers."""
     features: str = "pixels"
-    """Features: pixels, dinov2, clip, a model folder or OWNER/NAME on the hub."""
+    """Features: pixels, efficientnet-lite0, dinov2, clip, a model folder or OWNER/NAME on the hub."""
     cache: Path | None = None
     """Folder for features. Default: OUT.features."""
     held_out: Annotated[float, Field(ge=0, lt=1), Shown("SHARE")] = 0.0
@@ -470,7 +470,7 @@ class EvaluationSettings(Described):
     validation: Annotated[Path, READ, Shown("FOLDER")] | None = None
     """Images to choose settings by, in place of `held_out`; no model was trained on them."""
     features: str = "auto"
-    """Features: auto, inception, classifier (trained on `reference`) or a file."""
+    """Features: auto, inception, efficientnet-lite0, classifier (trained on `reference`) or a file."""
     save_classifier: Path | None = None
     """File to save the trained classifier to, for other evaluations."""
     domain: (

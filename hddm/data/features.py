@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from hddm.data.images import decode_image, in_colour, pixel_digest, too_many_bad
 from hddm.data.shards import Rows
 from hddm.data.sources.base import ImageSource
+from hddm.networks.efficientnet import EFFICIENTNET, SHA256, EfficientNetFeatures
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line, optional
 from hddm.utils.files import read_json, sha256_of, write_whole
 from hddm.utils.progress import Progress
@@ -41,19 +42,21 @@ SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-
 def open_feature_extractor(features: str, seed: int = 0) -> "Extractor":
     """Open the extractor that ``--features`` names; ``seed`` selects the images that `PixelPca` is fitted on.
 
-    ``features`` is ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or such
-    a model's name on Hugging Face's hub. Only hub names use the network. Raises `HddmError` for other names
-    or types, and a failed download.
+    ``features`` is ``pixels``, ``efficientnet-lite0``, ``dinov2``, ``clip``, a local folder of a DINOv2 or
+    CLIP vision model, or such a model's name on Hugging Face's hub. Only hub names use the network. Raises
+    `HddmError` for other names or types, and a failed download.
     """
     if features == PIXEL_FEATURES:
         return PixelPca(seed=seed)
+    if features == EFFICIENTNET:
+        return Photographs()
     name = SHORT_NAMES.get(features, features)
     if Path(name).is_dir():
         folder = Path(name)
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         folder = _from_hub(name)
     else:
-        known = ("pixels", "dinov2", "clip")
+        known = ("pixels", EFFICIENTNET, "dinov2", "clip")
         raise UsageError(
             f"`features` {name}: no folder, and not a name on the hub; use {', '.join(known)}, a folder "
             f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
@@ -231,7 +234,29 @@ class VisionModel:
         return features
 
 
-Extractor = PixelPca | VisionModel
+class Photographs:
+    """Images → features by EfficientNet-lite0 (`hddm.networks.efficientnet`)."""
+
+    name = EFFICIENTNET
+    batch = 32
+
+    def __init__(self) -> None:
+        self._network = EfficientNetFeatures(f"`features` {EFFICIENTNET}")
+
+    @property
+    def identity(self) -> str:
+        """Hash of the weights."""
+        return SHA256
+
+    def prepare(self, source: ImageSource, folder: Path) -> None:
+        """Nothing is fitted."""
+
+    def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        """Features of images (H, W, 3) of any size."""
+        return self._network(images)
+
+
+Extractor = PixelPca | VisionModel | Photographs
 """Images → features (n, d) in float32, ``batch`` at once; equal settings lead to equal bits on a device."""
 
 

@@ -16,6 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.images import ImageSet, to_bytes, to_unit_range
+from hddm.networks.efficientnet import (
+    DIMENSIONS,
+    EFFICIENTNET,
+    RESIZE,
+    SHA256,
+    EfficientNetFeatures,
+)
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of, write_whole
 from hddm.utils.progress import Progress
@@ -23,7 +30,7 @@ from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import read_safetensors
 
-NAMES = ("auto", "inception", "classifier")
+NAMES = ("auto", "inception", "classifier", EFFICIENTNET)
 REQUESTED = "requested"
 _BATCH = 32
 
@@ -170,10 +177,10 @@ class FeatureExtractor:
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
     """Open the extractor that ``--features`` names.
 
-    ``features`` is ``inception``, ``classifier`` (trained on ``training``), the file of a saved
-    classifier, or ``auto``: Inception if its weights are on disk and every side has more images than its 2048
-    features, otherwise a classifier, named as such, since its numbers do not compare with published FIDs.
-    The extractor's ``choice`` is the reason. The smallest side to be measured has ``fewest`` images.
+    ``features`` is ``inception``, ``classifier`` (trained on ``training``), ``efficientnet-lite0``, the file
+    of a saved classifier, or ``auto``: Inception if its weights are on disk and every side has more images
+    than its 2048 features, otherwise a classifier, named as such, since its numbers do not compare with
+    published FIDs. The extractor's ``choice`` is the reason. The smallest side to be measured has ``fewest`` images.
 
     Raises `HddmError` for anything else, for weights missing on disk (with file name, URL, SHA-256 and
     folder), and for a classifier of fewer than two classes.
@@ -193,6 +200,8 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
         return open_inception(option)
     if features == "classifier":
         return of_classifier(classifier_of(training))
+    if features == EFFICIENTNET:
+        return open_efficientnet(option)
     if features.endswith(".safetensors"):
         return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
     raise UsageError(
@@ -226,6 +235,25 @@ def of_classifier(classifier: FeatureClassifier, choice: str = REQUESTED) -> Fea
         choice=choice,
     )
     return FeatureExtractor(record, classifier.features, classifier)
+
+
+def open_efficientnet(option: str) -> FeatureExtractor:
+    """Features of `hddm.networks.efficientnet`; raises as `EfficientNetFeatures`."""
+    network = EfficientNetFeatures(option)
+    record = FeaturesRecord(
+        name="EfficientNet-lite0 (ImageNet)",
+        dimensions=DIMENSIONS,
+        hash=SHA256,
+        resize=RESIZE,
+        choice=REQUESTED,
+        device=network.device,
+    )
+
+    def features(images: Tensor) -> Tensor:
+        colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+        return torch.from_numpy(network(list(map(np.ascontiguousarray, colour))))
+
+    return FeatureExtractor(record, features)
 
 
 INCEPTION = FeaturesRecord(
