@@ -180,7 +180,8 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     ``features`` is ``inception``, ``classifier`` (trained on ``training``), ``efficientnet-lite0``, the file
     of a saved classifier, or ``auto``: Inception if its weights are on disk and every side has more images
     than its 2048 features, otherwise a classifier, named as such, since its numbers do not compare with
-    published FIDs. The extractor's ``choice`` is the reason. The smallest side to be measured has ``fewest`` images.
+    published FIDs. The extractor's ``choice`` is the reason. The smallest side to be measured has ``fewest``
+    images.
 
     Raises `HddmError` for anything else, for weights missing on disk (with file name, URL, SHA-256 and
     folder), and for a classifier of fewer than two classes.

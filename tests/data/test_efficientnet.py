@@ -79,7 +79,8 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         open_feature_extractor("efficientnet-lite0")
 
 
-@pytest.mark.integration
+# A distance with 1,280 features is resampled for over a minute.
+@pytest.mark.slow
 def test_images_are_partitioned_and_measured_by_it(tmp_path: Path, hddm: Command) -> None:
     images = _written(tmp_path / "images", noise(40, 16, 16))
     options = ("--shards", 2, "--features", "efficientnet-lite0", "--out", tmp_path / "shards")
