@@ -470,7 +470,8 @@ class EvaluationSettings(Described):
     validation: Annotated[Path, READ, Shown("FOLDER")] | None = None
     """Images to choose settings by, in place of `held_out`; no model was trained on them."""
     features: str = "auto"
-    """Features: auto, inception, efficientnet-lite0, classifier (trained on `reference`) or a file."""
+    """Features: auto, inception, efficientnet-lite0, digits-classifier, classifier (trained on `reference`)
+    or a file."""
     save_classifier: Path | None = None
     """File to save the trained classifier to, for other evaluations."""
     domain: (

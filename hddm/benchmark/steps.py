@@ -93,8 +93,14 @@ _MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE)
 _NAMES = {
     ("assemble", "router"): ("moments",),
     ("benchmark", "which"): tuple(preset_names()),
-    ("evaluate", "features"): ("auto", "inception", "classifier"),
-    ("partition", "features"): ("pixels", "dinov2", "clip"),
+    ("evaluate", "features"): (
+        "auto",
+        "inception",
+        "classifier",
+        "digits-classifier",
+        "efficientnet-lite0",
+    ),
+    ("partition", "features"): ("pixels", "efficientnet-lite0", "dinov2", "clip"),
 }
 """Parameters that are a path or one of these names, by verb."""
 _ON_HUB = {("partition", "features")}

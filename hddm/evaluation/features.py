@@ -6,7 +6,7 @@ Inception's weights are found on disk, checked, and never downloaded; its featur
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,8 @@ from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import read_safetensors
 
-NAMES = ("auto", "inception", "classifier", EFFICIENTNET)
+DIGITS = "digits-classifier"
+NAMES = ("auto", "inception", "classifier", DIGITS, EFFICIENTNET)
 REQUESTED = "requested"
 _BATCH = 32
 
@@ -177,11 +178,11 @@ class FeatureExtractor:
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
     """Open the extractor that ``--features`` names.
 
-    ``features`` is ``inception``, ``classifier`` (trained on ``training``), ``efficientnet-lite0``, the file
-    of a saved classifier, or ``auto``: Inception if its weights are on disk and every side has more images
-    than its 2048 features, otherwise a classifier, named as such, since its numbers do not compare with
-    published FIDs. The extractor's ``choice`` is the reason. The smallest side to be measured has ``fewest``
-    images.
+    ``features`` is ``inception``, ``classifier`` (trained on ``training``), ``digits-classifier``,
+    ``efficientnet-lite0``, the file of a saved classifier, or ``auto``: Inception if its weights are on disk
+    and every side has more images than its 2048 features, otherwise a classifier, named as such, since its
+    numbers do not compare with published FIDs. The extractor's ``choice`` is the reason. The smallest side to
+    be measured has ``fewest`` images.
 
     Raises `HddmError` for anything else, for weights missing on disk (with file name, URL, SHA-256 and
     folder), and for a classifier of fewer than two classes.
@@ -201,6 +202,8 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
         return open_inception(option)
     if features == "classifier":
         return of_classifier(classifier_of(training))
+    if features == DIGITS:
+        return of_digits(training)
     if features == EFFICIENTNET:
         return open_efficientnet(option)
     if features.endswith(".safetensors"):
@@ -236,6 +239,33 @@ def of_classifier(classifier: FeatureClassifier, choice: str = REQUESTED) -> Fea
         choice=choice,
     )
     return FeatureExtractor(record, classifier.features, classifier)
+
+
+DIGITS_FILE = Path(__file__).parent / "classifiers" / "digits.safetensors"
+DIGITS_HASH = "df5c245b089dd04c8ff65309132e05532d2aedb1d35d417a5b79b0aa77120f8a"
+"""Of the weights. They were trained by `classifier_of` on the training images of ``hddm data digits``.
+
+Distances by classifiers of other seeds differ by a common factor, of 11 % (docs/results.md): one file for all
+makes them comparable.
+"""
+
+
+def of_digits(training: ImageSet) -> FeatureExtractor:
+    """Features of the classifier of digits that comes with hddm.
+
+    Raises `HddmError` for images of other classes, and for a file that is not the known one.
+    """
+    classes = tuple(map(str, range(10)))
+    if training.classes != classes or training.pixels.shape[1:] != (1, 8, 8):
+        raise HddmError(
+            f"{training.root}: `features` {DIGITS} is for the digits of hddm data digits, gray images of 8×8 "
+            "in the classes 0 to 9; use `features` classifier"
+        )
+    found = of_classifier(load_classifier(DIGITS_FILE, 1))
+    if found.record.hash != DIGITS_HASH:
+        raise HddmError(f"{DIGITS_FILE}: is not the known file; install hddm again")
+    record = found.record.model_copy(update={"name": "small classifier of digits, of hddm"})
+    return replace(found, record=record)
 
 
 def open_efficientnet(option: str) -> FeatureExtractor:
