@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 STEPS = 1000
 """Timesteps of every DDPM schedule here."""
 OPEN, TOKEN = "open", "needs a token"
+UNCHECKED = "see its page; it was not checked for this table"
+"""Licence of a LoRA whose page we have not read."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ DDPM_BETAS = ("linear", 0.0001, 0.02)
 class Lora:
     """A published LoRA file, or a folder of peft, for a model of the table.
 
-    ``reader`` is who reads it for the comparison: a pipeline of diffusers, or peft.
+    ``reader`` is who reads it for the comparison: a pipeline of diffusers, or peft. ``megabytes`` may be a
+    guess; the report tells what was downloaded.
     """
 
     repo: str
@@ -220,7 +223,7 @@ ENTRIES = (
             "main",
             "",
             211,
-            "CC BY-NC 4.0: not for commercial use",
+            UNCHECKED,
             reader="peft",
             note="Trained on PixArt-α, whose layers are those of PixArt-Σ: a comparison of arithmetic, "
             "whose pictures mean nothing.",
@@ -243,7 +246,7 @@ ENTRIES = (
             "10c56697459bbdbe54d5e375912f49a0bcfae773",
             "",
             75,
-            "not stated on its page when this was written",
+            UNCHECKED,
             reader="peft",
         ),
         **HALF,
@@ -266,7 +269,7 @@ ENTRIES = (
             "main",
             "flux_dev_frostinglane_araminta_k.safetensors",
             90,
-            "CreativeML Open RAIL-M",
+            UNCHECKED,
             note="Trained on FLUX.1 dev, whose blocks are those of schnell: a comparison of arithmetic.",
         ),
         **HALF,
