@@ -35,7 +35,7 @@ QuickOption = Annotated[
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", min=1)]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Processes, one thread each.")]
-_PLACES = ("--work", "--results", "--weights")
+_PLACES = ("--work", "--results", "--weights", "--out", "--images")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

@@ -42,6 +42,16 @@ def _forked_problem(path: Path) -> str:
     return (text or f"ends a process that loads it (status {status})") if status else ""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, also if it is asked for by its mark."""
+    if torch.cuda.is_available():
+        return
+    skips = pytest.mark.skip(reason="needs a GPU")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skips)
+
+
 @pytest.fixture(autouse=True)
 def quick_pickles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pickles are checked by forks, except where fresh processes are what is tested."""

@@ -27,10 +27,29 @@ class Hub(ThreadingHTTPServer):
         self.visibility: dict[str, str | None] = {}
         self.messages: list[str] = []
         self.large: dict[str, bytes] = {}
+        self.commits: dict[str, str] = {}
+        """Of repositories with another commit than `COMMIT`."""
+        self.gated: set[str] = set()
+        """Repositories that are shown to nobody who has no token."""
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def put(self, repo: str, folder: Path, inside: str = "") -> None:
+        """Add the files of a folder to a repository, and give it the commit of its content."""
+        files = self.repos.setdefault(repo, {})
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and not path.name.startswith("."):
+                files[f"{inside}{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+        self.note_commit(repo)
+
+    def note_commit(self, repo: str) -> None:
+        """Give a repository the commit of its content."""
+        digest = hashlib.sha1()
+        for name, content in sorted(self.repos[repo].items()):
+            digest.update(name.encode() + content)
+        self.commits[repo] = digest.hexdigest()
 
     def write(self, repo: str, folder: Path) -> Path:
         """The files of a repository as a folder."""
@@ -114,9 +133,12 @@ class Handler(BaseHTTPRequestHandler):
             files = self.server.repos.get(match[1])
             if files is None:
                 return self._answer({"error": "Repository not found"}, 404, "RepoNotFound")
+            if match[1] in self.server.gated and "Authorization" not in self.headers:
+                return self._answer({"error": "Access is restricted"}, 401, "GatedRepo")
+            commit = self.server.commits.get(match[1], COMMIT)
             siblings = [{"rfilename": name, "size": len(one)} for name, one in files.items()]
             return self._answer(
-                {"id": match[1], "sha": COMMIT, "siblings": siblings, "private": False}
+                {"id": match[1], "sha": commit, "siblings": siblings, "private": False}
             )
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/?", path):
             rows = self.server.repos[match[1]].items()
@@ -130,7 +152,8 @@ class Handler(BaseHTTPRequestHandler):
             content = self.server.repos[match[1]].get(match[2])
             if content is None:
                 return self._answer({"error": "Entry not found"}, 404)
-            return self._send(content, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT})
+            commit = self.server.commits.get(match[1], COMMIT)
+            return self._send(content, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": commit})
         return self._answer({"error": f"no such route: {path}"}, 404)
 
     do_HEAD = do_GET

@@ -10,7 +10,6 @@ import typer
 
 from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, apart, main
 from benchmarks.timing import CompileOption, DeviceOption, DType, DTypeOption, name_of, timed
-from benchmarks.training.checklist import measure_checklist
 from benchmarks.training.networks import settings_for
 from benchmarks.training.report import lines
 from benchmarks.training.tables import measure_table
@@ -61,20 +60,8 @@ def training(
             "--table", help="Both widths, dtypes and numbers of threads, eager and compiled."
         ),
     ] = False,
-    checklist: Annotated[
-        bool,
-        typer.Option("--checklist", help="Check all that only a GPU can show; small on a CPU."),
-    ] = False,
 ) -> None:
     """Time training steps: hddm's, and a plain loop around diffusers' DiT."""
-    if checklist:
-        if dtype or compile_networks or rounds:
-            raise UsageError("--checklist has its own --dtype, --compile and --rounds; drop yours")
-        written, is_fine = measure_checklist(
-            Start(results), device, threads or os.cpu_count() or 1, quick
-        )
-        typer.echo(written)
-        raise typer.Exit(not is_fine)
     if every_cell:
         if dtype or compile_networks or threads or device != "cpu":
             raise UsageError(
