@@ -40,6 +40,8 @@ RESERVED = ("data", "out", "seed")
 """Names that stand for the user's folder, for what a step writes and for the training seed."""
 ROUTING = frozenset({"strategy", "router_every"})
 """Options of ``hddm sample`` for several experts, which a network alone does not have."""
+OF_SOLVER = frozenset({"solver", "shift"})
+"""Options of ``hddm sample`` that samplers of the experts' own kind (``--native``) do not have."""
 TAKEN = (*RESERVED, "jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
 """Names that no step or value can have, besides ``seed_<n>``; most are in the output folder."""
 

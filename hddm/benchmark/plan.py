@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from hddm.benchmark.file import RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
+from hddm.benchmark.file import OF_SOLVER, RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
 from hddm.benchmark.models import Models
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.data.shard_records import HELD_OUT
 from hddm.evaluation.features import find_inception
+from hddm.sampling import refuse_beside_native
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
 from hddm.utils.work import Work
@@ -186,6 +187,11 @@ class SeedPlan:
         options = self._options(f"tables.{title}", "sample", split(self._with_values(table.sample)))
         if is_alone:
             options = options.without(ROUTING)
+        # What is nearer to the row decides whether it has a solver or a sampler of the experts' own kind.
+        if "native" in varied or ("native" in own.given and "native" not in options.given):
+            options = options.without(OF_SOLVER)
+        if "native" in varied or "native" in options.given:
+            own = own.without(OF_SOLVER)
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
         line = self._with_defaults(changed.or_else(options).or_else(own))
         samples = self._step("samples/", line)
@@ -270,9 +276,12 @@ class SeedPlan:
         for _, path in step.paths:
             _refuse_missing_shard(step, path)
         if step.verb == "sample":
+            native = step.values["native"]
+            if native is not None:
+                refuse_beside_native(native, {name: step.values[name] for name in OF_SOLVER})
             sampled = self.models.at(step, step.values["source"])
             if sampled is not None:
-                sampled.check(step.values["strategy"], step.values["expert"])
+                sampled.check(step.values["strategy"], step.values["expert"], native)
         # Computed here, where those of its inputs are known: a chain may be long.
         _ = step.depth, step.upstream
         return step
@@ -294,8 +303,13 @@ class SeedPlan:
         if line.verb in self._defaults:
             # What a file of settings says that the line itself names comes before defaults, too. A file that
             # the defaults name is one of them, and comes after the options beside it, as on any command line.
-            defaults = self._defaults[line.verb].without(self._in_config(line))
-            line = line.or_else(defaults.without(ROUTING) if is_alone else defaults)
+            in_config = self._in_config(line)
+            defaults = self._defaults[line.verb].without(in_config)
+            if is_alone:
+                defaults = defaults.without(ROUTING)
+            if "native" in line.given or "native" in in_config:
+                defaults = defaults.without(OF_SOLVER)
+            line = line.or_else(defaults)
         seed = Line(line.verb, {}).with_options({"seed": "$seed"})
         if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
             line = line.or_else(seed.without(self._in_config(line)))
