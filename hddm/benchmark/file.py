@@ -42,7 +42,18 @@ ROUTING = frozenset({"strategy", "router_every"})
 """Options of ``hddm sample`` for several experts, which a network alone does not have."""
 OF_SOLVER = frozenset({"solver", "shift"})
 """Options of ``hddm sample`` that samplers of the experts' own kind (``--native``) do not have."""
-TAKEN = (*RESERVED, "jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
+TAKEN = (
+    *RESERVED,
+    "jobs",
+    "samples",
+    "scores",
+    "objective",
+    "real",
+    "benchmark",
+    "results",
+    "tables",
+    "report",
+)
 """Names that no step or value can have, besides ``seed_<n>``; most are in the output folder."""
 
 
@@ -119,6 +130,11 @@ class Measuring(Record):
     """Classes of each domain, as ``0,1,2``, for scores by domain."""
     options: str = ""
     """Further options of ``hddm evaluate``, such as ``--mirrored``."""
+    objective: bool | str = False
+    """Also score models on the same images by their errors and bits per dimension (`hddm.objective`).
+
+    True, or options of ``hddm evaluate MODEL``, such as ``--num-images 128``.
+    """
 
 
 def _by_parameter(vary: dict[str, Any]) -> dict[str, Any]:

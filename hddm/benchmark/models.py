@@ -4,10 +4,10 @@ An expert that a step will write is outlined by an `Expert`, with what decides i
 (`hddm.experts.parts.domains_of`) tells what is one network, here and wherever an ensemble is opened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hddm.benchmark.lines import names_in
 from hddm.benchmark.steps import Step
@@ -19,6 +19,7 @@ from hddm.experts.parts import domains_of
 from hddm.experts.records import ExpertRecord, ShardRecord, read_expert_record
 from hddm.native import refuse_kind
 from hddm.objective.reliability import check_weighing, refuse_shared_noise
+from hddm.objective.scores import why_unscored
 from hddm.predictions import PredictionType
 from hddm.sampling import check_expert, refuse_native_mix
 from hddm.settings import CalibrationSettings, NativeName
@@ -74,6 +75,28 @@ class Model(NamedTuple):
         Strategy.parse(strategy).check(self.num_domains)
         if self.has_router is False:
             refuse_unrouted(strategy)
+
+
+def why_not_scored(sampled: Mapping[str, Any], model: Model | None) -> str:
+    """Why a model that is ``sampled`` with these values has no scores by its objective; empty if it has.
+
+    What is not known of a model is no reason.
+    """
+    native, expert = sampled["native"], sampled["expert"]
+    if native is not None:
+        return f"by its experts' own sampler ({native}), which follows no common velocity"
+    if sampled["height"] is not None or sampled["width"] is not None:
+        return "sampled at another size than its model's own"
+    strategy = sampled["strategy"]
+    if model is None:
+        return "" if strategy is None else why_unscored(strategy)
+    experts = model.experts if expert is None else [model.experts[expert]]
+    if any(one.record.sampling_steps is not None for one in experts):
+        return "a student of few steps, whose network predicts mean velocities"
+    if expert is not None:
+        is_part = experts[0].record.noise_range != WHOLE
+        return "this expert covers a part of the noise" if is_part else ""
+    return "" if model.is_alone else why_unscored(strategy or model.strategy)
 
 
 class Models:

@@ -14,8 +14,6 @@ from hddm.utils.work import hash_of
 
 _MEASURED = ("held_out", "validation")
 """Parameters of trainings whose images are measured on, and not trained on."""
-_OF_ENSEMBLE = ("data",)
-"""Parameters of a step that weighs experts whose images it learns from, as `hddm.objective.scores` reads them."""
 
 
 def refuse_shared_images(plan: SeedPlan) -> None:
@@ -81,9 +79,10 @@ def _learned_images(step: Step) -> Iterator[tuple[Path, list[Path]]]:
 
     Those that were not written yet are left out.
     """
+    # A step that weighs experts reads images as `hddm.objective.scores` does.
     weighs = step.writes_ensemble
     for name, path in step.paths:
-        if name in _MEASURED or (weighs and name not in _OF_ENSEMBLE):
+        if name in _MEASURED or (weighs and name != "data"):
             continue
         if not all(step.inputs[one].is_done for one in names_in(str(path)) if one in step.inputs):
             continue

@@ -10,11 +10,12 @@ from typing import Any, get_args
 
 from hddm.benchmark.file import OF_SOLVER, RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
-from hddm.benchmark.models import Models
+from hddm.benchmark.models import EXPERTS, Models, why_not_scored
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.data.shard_records import HELD_OUT
 from hddm.evaluation.features import find_inception
 from hddm.sampling import refuse_beside_native
+from hddm.settings import ObjectiveSettings
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
 from hddm.utils.work import Work
@@ -40,6 +41,10 @@ class PlannedRow:
     """The model is one network, or several between which nothing has to choose."""
     samples: Step
     scores: Step
+    objective: Step | None = None
+    """Scores of the model by its objective, which rows that are sampled otherwise may share."""
+    why_unscored: str = ""
+    """Why there are none, in a benchmark that has them."""
 
 
 @dataclass
@@ -60,6 +65,7 @@ class SeedPlan:
         self.steps: dict[str, Step] = {}
         self.models = Models()
         self._places: dict[str, Line] = {}
+        self._objectives: dict[str, tuple[Line, Step]] = {}
         self._defaults: dict[str, Line] = {}
         for verb, text in self.file.defaults.items():
             line = self._options(f"defaults of {verb}", verb, split(self._with_values(text)))
@@ -120,6 +126,8 @@ class SeedPlan:
         found = {step.label: step for step in (*self.steps.values(), self.real)}
         for row in self.rows:
             found |= {row.samples.label: row.samples, row.scores.label: row.scores}
+            if row.objective is not None:
+                found[row.objective.label] = row.objective
         return sorted(found.values(), key=lambda step: step.depth)
 
     def check(self) -> None:
@@ -203,7 +211,54 @@ class SeedPlan:
         known = {"samples": samples, _REAL: self.real}
         evaluation = self._evaluation(["$samples", "--features", by], self.file.scored_on)
         scores = self._step(f"scores/{place}", evaluation, known)
-        return PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
+        planned = PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
+        if self.file.evaluate.objective is False:
+            return planned
+        why = why_not_scored(samples.values, self.models.of(model))
+        if why:
+            return replace(planned, why_unscored=why)
+        return replace(planned, objective=self._objective(row, source, samples, model))
+
+    def _objective(self, row: str, source: str, samples: Step, model: Step) -> Step:
+        """The step that scores what a row samples by its objective; equal ones are one step."""
+        known = self.models.of(model)
+        expert, strategy = samples.values["expert"], samples.values["strategy"]
+        if strategy is None and expert is None and known is not None and not known.is_alone:
+            strategy = known.strategy
+        name = row
+        if expert is not None and (known is None or len(known.experts) > 1):
+            source = f"{source}/{EXPERTS}/{expert}"
+            name += f" expert {expert}"
+        words = [source]
+        if strategy is not None:
+            words += ["--strategy", strategy]
+            name += f" {strategy}"
+        measured = self.file.evaluate
+        images = split(self._with_values(getattr(measured, self.file.scored_on)))
+        line = self.lines.read(["evaluate", *words, "--held-out", *images])
+        if isinstance(measured.objective, str):
+            line = line.or_else(self._objective_options(measured.objective))
+        for other, step in self._objectives.values():
+            if other == line:
+                return step
+        numbers = itertools.count(2)
+        first = place = slug(name) or "row"
+        while place in self._objectives:
+            place = f"{first}-{next(numbers)}"
+        self._objectives[place] = line, self._step(f"objective/{place}", line)
+        return self._objectives[place][1]
+
+    def _objective_options(self, text: str) -> Line:
+        """Options of all scores by the objective."""
+        where = "evaluate.objective"
+        options = self._options(where, "evaluate", split(self._with_values(text)))
+        known = ObjectiveSettings.model_fields.keys() - {"strategies"}
+        for name in options.given:
+            if name not in known:
+                listed = ", ".join(f"--{one.replace('_', '-')}" for one in sorted(known))
+                shown = options.given[name][0]
+                raise HddmError(f"{where}: {shown}: cannot be chosen here; choose from {listed}")
+        return options
 
     def _place(self, name: str, line: Line) -> str:
         """Part of a path for a row, which no other samples of the plan have."""
