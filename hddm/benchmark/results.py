@@ -361,7 +361,7 @@ class Results(Record):
         for row in self.rows:
             objective = row.one.objective
             if objective is not None and objective.why_none:
-                lacking = "errors" if objective.figures else "errors and bits"
+                lacking = "errors" if objective.step else "errors and bits"
                 names = found.setdefault((lacking, objective.why_none), [])
                 if row.name not in names:
                     names.append(row.name)

@@ -11,7 +11,7 @@ from hddm.benchmark.objective import JUDGED, compare_objective
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.report import REPORT_FILE, tables_text
 from hddm.benchmark.results import Results, read_results
-from hddm.benchmark.run import commands
+from hddm.benchmark.run import commands, run_benchmark
 from hddm.objective.records import BITS, MEAN_ERROR, HeldOutScores, error_at, read_scores
 from hddm_cli.lines import LINES
 from tests.artefacts import Command, printed, refusal
@@ -31,8 +31,7 @@ TABLES = {
         "rows": ["pair"],
         "vary": {
             "strategy": ["draw", "full", "top-1", "commit-0.5"],
-            "steps": [1, 2],
-            "solver": ["heun"],
+            "steps": [2],
         },
     },
     "own": {"rows": ["one"], "vary": {"native": ["ddim"]}},
@@ -62,7 +61,7 @@ def test_rows_that_differ_in_how_they_are_sampled_share_a_step(data: Path, tmp_p
     of_pair = f"evaluate $pair --strategy full --held-out $data/test {FEW}"
     assert scored["one"] == f"evaluate $one --held-out $data/test {FEW}"
     assert scored["drawn"] == f"evaluate $drawn --strategy draw --held-out $data/test {FEW}"
-    for name in ("pair", "full", "1 steps", "2 steps", "heun"):
+    for name in ("pair", "full", "2 steps"):
         assert scored[name] == of_pair, name
     assert scored["top-1"] == of_pair.replace("full", "top-1")
     labels = [step.label for step in plan.all if step.label.startswith("objective/")]
@@ -77,7 +76,7 @@ def test_rows_that_differ_in_how_they_are_sampled_share_a_step(data: Path, tmp_p
 
 def test_rows_without_a_velocity_have_a_reason(data: Path, tmp_path: Path) -> None:
     steps = STEPS | {
-        "student": "distill $one --data $parts --steps 2 --sampling-steps 1",
+        "student": "distill $one --data $parts --init $one --steps 2 --sampling-steps 1",
         "early": "train expert $parts/shard_0 --size tiny --noise-range 0:0.5",
         "late": "train expert $parts/shard_0 --size tiny --noise-range 0.5:1",
         "halves": "assemble $early $late",
@@ -90,7 +89,9 @@ def test_rows_without_a_velocity_have_a_reason(data: Path, tmp_path: Path) -> No
         "expert": "$pair --expert 1",
     }
     defaults = SMALL["defaults"] | {"sample": "--num-images 12"}
-    scored = lines(planned(data, tmp_path, steps=steps, rows=rows, tables=TABLES, defaults=defaults))
+    scored = lines(
+        planned(data, tmp_path, steps=steps, rows=rows, tables=TABLES, defaults=defaults)
+    )
     assert "follows no common velocity" in scored["ddim"]
     assert "a state has no velocity of its own" in scored["commit-0.5"]
     assert "student of few steps" in scored["student"]
@@ -122,7 +123,7 @@ def test_options_of_other_evaluations_do_not_reach_it(data: Path, tmp_path: Path
         ("--brief", "--brief: cannot be chosen here; choose from --batch-size"),
         ("--strategy full", "--strategy: cannot be chosen here"),
         ("--held-out other", "--held-out: cannot be chosen here"),
-        ("--num-images 0", "num-images"),
+        ("--num-images 0", "num_images"),
         ("--num-image 8", "--num-image"),
         ("8", "8: is no option"),
     ],
@@ -178,7 +179,7 @@ def test_figures_are_those_of_the_command(out: Path, hddm: Command, tmp_path: Pa
     drawn = by_name["drawn"].one.objective
     assert drawn is not None
     assert set(drawn.figures) == {BITS}
-    assert by_name["full"].one.objective == by_name["heun"].one.objective == pair
+    assert by_name["full"].one.objective == by_name["2 steps"].one.objective == pair
 
 
 @pytest.mark.integration
@@ -197,15 +198,23 @@ def test_tables_say_what_rows_lack(out: Path) -> None:
     (row,) = [one for one in lines if "over images" in one]
     assert row.count("–") == 6
     page = (out / REPORT_FILE).read_text()
-    assert "All 10 comparisons by the objective" in page or "comparisons by the objective" in page
+    assert f"All {len(results.by_objective)} comparisons by the objective" in page
 
 
 @pytest.mark.integration
-def test_finished_scores_are_not_measured_again(data: Path, out: Path, tmp_path: Path) -> None:
+def test_finished_scores_are_not_measured_again(
+    data: Path, jobs: Path, out: Path, tmp_path: Path
+) -> None:
+    rows = ROWS | {
+        "more": "$pair --strategy full --steps 3",
+        "nucleus": "$pair --strategy nucleus-0.5",
+    }
     with inline() as told:
-        run_inline(measured(), tmp_path / "again", data, jobs=out.parent / "none")
-    scored = [words[1] for words in told if words[0] == "evaluate" and "--strategy" in words]
-    assert len(scored) == 4
+        run_benchmark(measured(rows=rows), tmp_path / "out", LINES, data=data, jobs=jobs)
+    scored = [words for words in told if words[0] == "evaluate" and "--num-images" in words]
+    assert [words[words.index("--strategy") + 1] for words in scored] == ["nucleus-0.5"]
+    results = read_results(tmp_path / "out")
+    assert len(results.scored) == len(read_results(out).scored) + 2
 
 
 @pytest.mark.integration
@@ -294,22 +303,43 @@ def test_no_other_training_and_other_strategies_are_not_judged(out: Path) -> Non
     assert why["one"] == "None"
 
 
+def copied(out: Path, folder: Path, shift: float = 0.0) -> Path:
+    """The benchmark as one whose distances compare, its scores larger by ``shift``."""
+    content = json.loads((out / "results.json").read_text())
+    for row in content["scored"]:
+        row["evaluation"] |= {"comparable": True, "reasons": []}
+        # Not with few images either.
+        for one in row["evaluation"]["splits"]:
+            one["distance"]["few_images"] = False
+        if shift and row["row"] == "drawn":
+            row["objective"] = {"why_none": "a reason"}
+    (folder / "objective").mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(content))
+    for file in (out / "objective").glob("*.json"):
+        scores = json.loads(file.read_text())
+        for one in scores["strategies"]:
+            for level in [*one["levels"], one["bits"]]:
+                level["by_image"] = [value + shift for value in level["by_image"]]
+        (folder / "objective" / file.name).write_text(json.dumps(scores))
+    return folder
+
+
 @pytest.mark.integration
-def test_benchmarks_are_compared_by_it_too(
-    out: Path, data: Path, tmp_path: Path, hddm: Command
-) -> None:
-    other = tmp_path / "other"
-    steps = STEPS | {"one": STEPS["one"] + " --steps 3"}
-    rows = {"one": "$one --native ddim", "pair": ROWS["pair"]}
-    run_inline(measured(steps=steps, rows=rows, tables={"models": {}}), other, data)
-    text = printed(hddm, "compare", out, other, "--varies", "native", "--varies", "solver")
-    assert f"{other}: no errors and bits: by its experts' own sampler" in text
-    pair = text[text.index("## pair") :]
-    assert f"| {MEAN_ERROR} |" in pair
-    assert "Gaps are paired: image by image" in pair
+def test_benchmarks_are_compared_by_it_too(out: Path, tmp_path: Path, hddm: Command) -> None:
+    first, other = copied(out, tmp_path / "first"), copied(out, tmp_path / "other", 0.25)
+    text = printed(hddm, "compare", first, other / "results.json")
+    of_row = {part.split("\n")[0]: part for part in text.split("## ")[1:]}
+    assert list(of_row) == ["one", "pair", "drawn"]
+    for name in ("one", "pair"):
+        (bits,) = [one for one in of_row[name].splitlines() if one.startswith(f"| {BITS}")]
+        assert "+0.25, +0.25 … +0.25, worse" in bits
+        assert f"| {MEAN_ERROR} |" in of_row[name]
+    assert f"{other}: no errors and bits: a reason" in of_row["drawn"]
     (other / "objective" / "pair-full.json").unlink()
-    text = printed(hddm, "compare", out, other, "--varies", "native", "--varies", "solver")
+    text = printed(hddm, "compare", first, other)
     assert "pair-full.json: is not there, so errors and bits are not compared" in text
+    # One alone is shown.
+    assert f"| {MEAN_ERROR} |" in printed(hddm, "compare", first)
 
 
 def test_results_of_before_have_none(data: Path, jobs: Path, tmp_path: Path) -> None:
