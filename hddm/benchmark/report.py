@@ -164,9 +164,9 @@ def domain_table(results: Results, name: str) -> CellTable:
 
 
 def objective_table(results: Results, name: str) -> CellTable:
-    """Errors by noise level and bits per dimension of rows of a table; empty in a benchmark without."""
+    """Errors by noise level and bits per dimension of rows of a table; empty where none has any."""
     rows = results.tables[name]
-    if all(row.one.objective is None for row in rows):
+    if not any(row.one.objective is not None and row.one.objective.figures for row in rows):
         rows = []
     figures = [(error_at(time), error_at(time)) for time in SHOWN_TIMES]
     columns: list[Column] = []

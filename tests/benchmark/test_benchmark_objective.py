@@ -197,6 +197,8 @@ def test_tables_say_what_rows_lack(out: Path) -> None:
     lines = [one for one in tables_text(results).splitlines() if one.startswith("| drawn")]
     (row,) = [one for one in lines if "over images" in one]
     assert row.count("–") == 6
+    # A table without any figure is left out.
+    assert "own, by the objective" not in tables_text(results)
     page = (out / REPORT_FILE).read_text()
     assert f"All {len(results.by_objective)} comparisons by the objective" in page
 
