@@ -31,7 +31,7 @@ from hddm.schedules import DiscreteSchedule, LinearSchedule
 from hddm.settings import NativeName
 from hddm.solvers import OnStep, unchanged
 from hddm.utils.errors import HddmError
-from hddm.utils.records import WHOLE
+from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import sent
 from hddm.velocity import VelocityField
 
@@ -43,14 +43,21 @@ _MULTISTEP = {"dpmsolver++": DPMSolverMultistepScheduler, "unipc": UniPCMultiste
 def refuse_native(field: VelocityField, name: NativeName) -> None:
     """Raise an `HddmError` for an expert that has no native sampler of this ``name``."""
     is_flow = isinstance(field.schedule, LinearSchedule)
+    refuse_kind(name, is_flow, field.sampling_steps, field.noise_range)
+
+
+def refuse_kind(
+    name: NativeName, is_flow: bool, sampling_steps: int | None, noise_range: NoiseRange
+) -> None:
+    """Raise an `HddmError` for experts of a kind that has no native sampler of this ``name``."""
     if name == "flow-euler" and not is_flow:
         raise HddmError(
             "`native` flow-euler: is for flow experts, and an expert here is of DDPM; choose ddim, "
             "dpmsolver++ or unipc"
         )
-    if field.sampling_steps is not None:
+    if sampling_steps is not None:
         raise HddmError(f"`native` {name}: a student of few steps has no other sampler; drop it")
-    if field.noise_range != WHOLE:
+    if noise_range != WHOLE:
         raise HddmError(f"`native` {name}: an expert covers a part of the noise only; drop it")
 
 

@@ -227,18 +227,29 @@ def check_native(
     others: Mapping[str, object],
 ) -> None:
     """Raise an `HddmError` for a native sampler beside ``others`` that are set, and as `refuse_native`."""
-    for option, value in others.items():
-        if value is not None:
-            raise HddmError(f"`native` {name}: has its own steps and solver; drop `{option}`")
+    refuse_beside_native(name, others)
     if picture is not None:
         raise HddmError(f"`native` {name}: begins with noise alone; drop the picture")
-    if expert is None and model.strategy != "draw" and model.num_domains > 1:
-        raise HddmError(
-            f"`native` {name}: each expert runs by itself; `strategy` draw does so, {model.strategy} mixes"
-        )
+    if expert is None and model.num_domains > 1:
+        refuse_native_mix(name, model.strategy)
     for k, one in enumerate(model.experts):
         if expert in (None, k):
             refuse_native(one, name)
+
+
+def refuse_beside_native(name: NativeName, others: Mapping[str, object]) -> None:
+    """Raise an `HddmError` for options that are set and that a native sampler has of its own."""
+    for option, value in others.items():
+        if value is not None:
+            raise HddmError(f"`native` {name}: has its own steps and solver; drop `{option}`")
+
+
+def refuse_native_mix(name: NativeName, strategy: str) -> None:
+    """Raise an `HddmError` for a strategy of several domains that native samplers do not have."""
+    if strategy != "draw":
+        raise HddmError(
+            f"`native` {name}: each expert runs by itself; `strategy` draw does so, {strategy} mixes"
+        )
 
 
 def batches(

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from hddm.settings import CalibrationSettings
-from hddm.utils.errors import UsageError
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm_cli.options import InputArgument, InputOption
 
@@ -55,16 +54,10 @@ def calibrate(
 def _weigh(
     folder: Path, settings: CalibrationSettings, out: Path | None, data: Path | None
 ) -> None:
-    if data is None:
-        raise UsageError(
-            "`data`: is required for an ensemble; name images that no expert was trained on"
-        )
-    plain = CalibrationSettings()
-    for name in ("num_images", "steps"):
-        if getattr(settings, name) != getattr(plain, name):
-            raise UsageError(f"`{name}`: is for an expert's own samples; an ensemble takes `data`")
-    from hddm.objective.reliability import TIMES, weigh_experts
+    from hddm.objective.reliability import TIMES, check_weighing, weigh_experts
 
+    check_weighing(data, settings)
+    assert data is not None
     with (
         contextlib.nullcontext(folder)
         if out is None

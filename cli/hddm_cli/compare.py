@@ -40,6 +40,7 @@ def compare(
         for line in compared(read_score_groups(results)):
             typer.echo(line)
         return
+    from hddm.benchmark.objective import read_objectives
     from hddm.benchmark.results import read_compared
     from hddm.evaluation.compare import escaped, summary, table
     from hddm.evaluation.results import refuse_incomparable
@@ -48,6 +49,11 @@ def compare(
     for groups in rows.values():
         if sum(len(group.results) for group in groups) > 1:
             refuse_incomparable(groups, varies or ())
+    objectives = read_objectives(results)
     for row, groups in rows.items():
         shown = table(groups) if len(groups) > 1 else summary(groups[0])
         typer.echo(f"## {escaped(row)}\n\n{shown}\n" if row else shown)
+        if row in objectives:
+            scores = objectives[row]
+            lines = [escaped(scores)] if isinstance(scores, str) else compared(scores)
+            typer.echo("\n".join([*lines, ""]))

@@ -2,7 +2,7 @@
 
     training = steps × (batch × one image's step + the optimiser's update)
                + trajectories × one of the teacher's trajectories + calibration
-    calibration = states that it looks at × one evaluation
+    calibration = states that it looks at × one evaluation, of all experts of an ensemble
     sampling = images × one image
 
 States are those of the data at each level of noise, and of own samples those at each of their steps. Only
@@ -27,11 +27,13 @@ from hddm.benchmark.steps import Contents, Step
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.condition_names import LABELS
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
+from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import read_ensemble_record
 from hddm.experts.expert import experts_in
 from hddm.experts.loading import load
 from hddm.experts.parts import domains_of
 from hddm.experts.records import ROUTER_FILE, read_expert_record, read_router
+from hddm.reliability import ReliabilityRouter
 from hddm.strategies import Strategy
 from hddm.training.calibrate import fitted_states
 from hddm.utils.files import read_json
@@ -234,6 +236,8 @@ def trained_size(step: Step) -> tuple[int, int]:
 
 def calibration_flop(step: Step) -> int:
     """Count the calibration that ends a finished training or that is one; 0 where there was none."""
+    if (step.path / ENSEMBLE_FILE).is_file():
+        return _weighing_flop(step.path)
     if step.verb == "train router":
         if not step.values["calibrate"]:
             return 0
@@ -249,9 +253,28 @@ def calibration_flop(step: Step) -> int:
     field = load(step.path)
     assert isinstance(field, VelocityField)
     field.calibration = None
-    labels = {LABELS: torch.zeros(1, dtype=torch.long)} if field.classes else {}
     states = fitted_states(field.noise_range)
     if step.verb == "calibrate" and step.values["data"] is None:
         # It samples the images itself that it is fitted to.
         states += step.values["num_images"] * step.values["steps"]
-    return states * evaluation_flop(field, **labels)
+    return states * evaluation_flop(field, **_labels_of(field))
+
+
+def _labels_of(field: VelocityField) -> dict[str, Tensor]:
+    """A class for an expert that takes one."""
+    return {LABELS: torch.zeros(1, dtype=torch.long)} if field.classes else {}
+
+
+def _weighing_flop(folder: Path) -> int:
+    """Count the velocities by which an ensemble's experts were weighed, and the router below the weights."""
+    known = read_ensemble_record(folder).reliability
+    model = load(folder)
+    assert known is not None
+    assert isinstance(model, Ensemble)
+    assert isinstance(model.router, ReliabilityRouter)
+    flop = sum(evaluation_flop(one, **_labels_of(one)) for one in model.experts)
+    base = model.router.base
+    if base is not None:
+        assert model.sample_shape is not None
+        flop += forward_flop(base, torch.zeros(1, *model.sample_shape), torch.full((1,), _TIME))
+    return len(known.times) * known.images * flop

@@ -40,7 +40,20 @@ RESERVED = ("data", "out", "seed")
 """Names that stand for the user's folder, for what a step writes and for the training seed."""
 ROUTING = frozenset({"strategy", "router_every"})
 """Options of ``hddm sample`` for several experts, which a network alone does not have."""
-TAKEN = (*RESERVED, "jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
+OF_SOLVER = frozenset({"solver", "shift"})
+"""Options of ``hddm sample`` that samplers of the experts' own kind (``--native``) do not have."""
+TAKEN = (
+    *RESERVED,
+    "jobs",
+    "samples",
+    "scores",
+    "objective",
+    "real",
+    "benchmark",
+    "results",
+    "tables",
+    "report",
+)
 """Names that no step or value can have, besides ``seed_<n>``; most are in the output folder."""
 
 
@@ -117,6 +130,11 @@ class Measuring(Record):
     """Classes of each domain, as ``0,1,2``, for scores by domain."""
     options: str = ""
     """Further options of ``hddm evaluate``, such as ``--mirrored``."""
+    objective: bool | str = False
+    """Also score models on the same images by their errors and bits per dimension (`hddm.objective`).
+
+    True, or options of ``hddm evaluate MODEL``, such as ``--num-images 128``.
+    """
 
 
 def _by_parameter(vary: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,10 @@ An expert that a step will write is outlined by an `Expert`, with what decides i
 (`hddm.experts.parts.domains_of`) tells what is one network, here and wherever an ensemble is opened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hddm.benchmark.lines import names_in
 from hddm.benchmark.steps import Step
@@ -17,8 +17,12 @@ from hddm.experts.ensemble_folders import Member, name_of, read_ensemble_record
 from hddm.experts.expert import Expert, experts_in
 from hddm.experts.parts import domains_of
 from hddm.experts.records import ExpertRecord, ShardRecord, read_expert_record
+from hddm.native import refuse_kind
+from hddm.objective.reliability import check_weighing, refuse_shared_noise
+from hddm.objective.scores import why_unscored
 from hddm.predictions import PredictionType
-from hddm.sampling import check_expert
+from hddm.sampling import check_expert, refuse_native_mix
+from hddm.settings import CalibrationSettings, NativeName
 from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, WHOLE, NoiseRange
@@ -49,17 +53,50 @@ class Model(NamedTuple):
         """True for a network alone, and for networks that divide the noise levels of one shard."""
         return self.num_domains == 1
 
-    def check(self, strategy: str | None, expert: int | None) -> None:
+    def check(
+        self, strategy: str | None, expert: int | None, native: NativeName | None = None
+    ) -> None:
         """Raise an `HddmError` for a choice of `hddm.sampling.plan` that these experts do not have."""
         check_expert(expert, strategy, len(self.experts))
         if strategy is not None:
             self.check_strategy(strategy)
+        if native is None:
+            return
+        if expert is None and not self.is_alone:
+            refuse_native_mix(native, strategy or self.strategy)
+        for k, one in enumerate(self.experts):
+            if expert in (None, k):
+                record = one.record
+                is_flow = record.objective == "flow"
+                refuse_kind(native, is_flow, record.sampling_steps, record.noise_range)
 
     def check_strategy(self, strategy: str) -> None:
         """Raise an `HddmError` for a strategy that needs more experts, or a router."""
         Strategy.parse(strategy).check(self.num_domains)
         if self.has_router is False:
             refuse_unrouted(strategy)
+
+
+def why_not_scored(sampled: Mapping[str, Any], model: Model | None) -> str:
+    """Why a model that is ``sampled`` with these values has no scores by its objective; empty if it has.
+
+    What is not known of a model is no reason.
+    """
+    native, expert = sampled["native"], sampled["expert"]
+    if native is not None:
+        return f"by its experts' own sampler ({native}), which follows no common velocity"
+    if sampled["height"] is not None or sampled["width"] is not None:
+        return "sampled at another size than its model's own"
+    strategy = sampled["strategy"]
+    if model is None:
+        return "" if strategy is None else why_unscored(strategy)
+    experts = model.experts if expert is None else [model.experts[expert]]
+    if any(one.record.sampling_steps is not None for one in experts):
+        return "a student of few steps, whose network predicts mean velocities"
+    if expert is not None:
+        is_part = experts[0].record.noise_range != WHOLE
+        return "this expert covers a part of the noise" if is_part else ""
+    return "" if model.is_alone else why_unscored(strategy or model.strategy)
 
 
 class Models:
@@ -71,10 +108,12 @@ class Models:
 
     def add(self, step: Step) -> None:
         """Note what a step writes; raises `HddmError` for an ensemble that could not be assembled."""
-        if step.verb in _ONE_NETWORK:
-            self._written[step.name] = Model((self._expert_of(step),))
-        elif step.verb == "assemble":
+        if step.verb == "assemble":
             self._written[step.name] = self._ensemble_of(step)
+        elif step.writes_ensemble:
+            self._written[step.name] = self._weighed_of(step)
+        elif step.verb in _ONE_NETWORK:
+            self._written[step.name] = Model((self._expert_of(step),))
 
     def of(self, model: Step) -> Model | None:
         """The model that a step writes, or a path names; None where it is not known.
@@ -105,7 +144,7 @@ class Models:
     def _within(self, step: Step, parts: Sequence[str]) -> Model | None:
         """The expert at a path within the folder that a step writes."""
         shown = "/".join([f"${step.name}", *parts])
-        if step.verb == "assemble" and len(parts) == 2 and parts[0] == EXPERTS:
+        if step.writes_ensemble and len(parts) == 2 and parts[0] == EXPERTS:
             ensemble = self._written_by(step)
             if ensemble is None:
                 return None
@@ -125,7 +164,13 @@ class Models:
             part = values["noise_range"]
             if part is None and values["init"] is not None:
                 part = self._expert_at(step, values["init"]).record.noise_range
-            return _outline(shown, str(values["shard"]), part or WHOLE)
+            outline = _outline(shown, str(values["shard"]), part or WHOLE)
+            kind = {"objective": values["objective"]}
+            return replace(outline, record=outline.record.model_copy(update=kind))
+        if step.verb == "distill":
+            outline = _outline(shown)
+            kind = {"sampling_steps": values["sampling_steps"]}
+            return replace(outline, record=outline.record.model_copy(update=kind))
         read: list[Path] = []
         if step.verb == "calibrate":
             read = [values["expert"]]
@@ -165,14 +210,20 @@ class Models:
         else:
             experts = [self._member_at(step, path) for path in values["experts"]] + added
         experts = with_settings(experts, None, None, values["domain"])
-        placed = []
-        for k, one in enumerate(experts):
-            folder = f"{EXPERTS}/{k}"
-            member = one.member.model_copy(update={"folder": folder})
-            placed.append(replace(one, folder=Path(f"${step.name}", folder), member=member))
-        made = Model(tuple(placed), has_router, values["strategy"] or strategy)
+        made = Model(_placed(step, experts), has_router, values["strategy"] or strategy)
         made.check_strategy(made.strategy)
         return made
+
+    def _weighed_of(self, step: Step) -> Model | None:
+        """The ensemble whose experts a step weighs; None where it weighs one that is not known."""
+        settings = {name: step.values[name] for name in CalibrationSettings.model_fields}
+        check_weighing(step.values["data"], CalibrationSettings(**settings))
+        before = self.at(step, step.values["expert"])
+        if before is None:
+            return None
+        refuse_shared_noise(before.num_domains, len(before.experts))
+        # Without another router the weights are one.
+        return Model(_placed(step, before.experts), True, before.strategy)
 
     def _may_be_ensemble(self, step: Step, path: Path) -> bool:
         """True for an ensemble's folder, and for one of which nothing is known."""
@@ -180,13 +231,23 @@ class Models:
             return (path / ENSEMBLE_FILE).is_file()
         if path.parts[1:]:
             return False
-        return step.inputs[names_in(str(path))[0]].verb == "assemble"
+        return step.inputs[names_in(str(path))[0]].writes_ensemble
 
     def _member_at(self, step: Step, path: Path) -> Expert:
         """The expert at a path, as a new one of an ensemble, which has its name of before."""
         expert = self._expert_at(step, path)
         name = expert.member.name or path.name.removeprefix("$")
         return replace(expert, folder=path, member=Member(folder="", name=name))
+
+
+def _placed(step: Step, experts: Sequence[Expert]) -> tuple[Expert, ...]:
+    """Experts where they lie in the ensemble that a step writes."""
+    placed = []
+    for k, one in enumerate(experts):
+        folder = f"{EXPERTS}/{k}"
+        member = one.member.model_copy(update={"folder": folder})
+        placed.append(replace(one, folder=Path(f"${step.name}", folder), member=member))
+    return tuple(placed)
 
 
 def _finished(folder: Path) -> Model | None:

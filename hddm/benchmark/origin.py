@@ -52,7 +52,7 @@ def is_decided(model: Step) -> bool:
     """True if all ensembles are there of which a model takes a part."""
     for step in model.upstream:
         for name, read in step.inputs.items():
-            if read.verb != "assemble":
+            if not read.writes_ensemble:
                 continue
             takes_part = step.verb == "assemble" or step.paths_within(name) != [read.path]
             if takes_part and not (read.is_done and (step.is_done or step.verb != "assemble")):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from hddm.benchmark.lines import names_in
 from hddm.benchmark.origin import Origin, is_decided
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
@@ -22,14 +23,13 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     """
     if not _are_done(plan.real):
         return
-    learning = [step for step in _learning(plan) if _are_done(step)]
-    shards: dict[Path, None] = {}
+    images_of: dict[Path, None] = {}
     # By content, since a folder of the user may hold other images in the next start.
     learned: dict[Path, str] = {}
-    for step in learning:
-        for path, found in _training_shards(step):
+    for step in _learning(plan):
+        for path, found in _learned_images(step):
             learned[path] = hash_of(step.identified(path))
-            shards |= dict.fromkeys(found)
+            images_of |= dict.fromkeys(found)
     others = [step for name, step in plan.splits.items() if name != plan.file.scored_on]
     done = [step for step in others if _are_done(step)]
     content = [plan.real.identity, *(step.identity for step in done), *sorted(learned.values())]
@@ -43,7 +43,7 @@ def refuse_shared_images(plan: SeedPlan) -> None:
                 images[name] = _images(step)
             # As many as the two evaluations accept.
             read_data(images, sum(step.values["max_bad"] for step in plan.splits.values()))
-        refuse_trained(plan.file.scored_on, _images(plan.real), shards)
+        refuse_trained(plan.file.scored_on, _images(plan.real), images_of)
         for step in (plan.real, *done):
             step.refuse_changed()
         for path in learned:
@@ -74,10 +74,21 @@ def _learning(plan: SeedPlan) -> Iterator[Step]:
                 yield step
 
 
-def _training_shards(step: Step) -> Iterator[tuple[Path, list[Path]]]:
-    """Paths of the images that a step learns from, as it names them, each with its shards."""
+def _learned_images(step: Step) -> Iterator[tuple[Path, list[Path]]]:
+    """Paths of the images that a step learns from, as it names them, each with its shards or itself.
+
+    Those that were not written yet are left out.
+    """
+    # A step that weighs experts reads images as `hddm.objective.scores` does.
+    weighs = step.writes_ensemble
     for name, path in step.paths:
-        if name not in _MEASURED:
-            found = named_shards(step.placed_path(path), are_held_out=False)
-            if found:
-                yield path, found
+        if name in _MEASURED or (weighs and name != "data"):
+            continue
+        if not all(step.inputs[one].is_done for one in names_in(str(path)) if one in step.inputs):
+            continue
+        placed = step.placed_path(path)
+        found = named_shards(placed, are_held_out=weighs)
+        if found:
+            yield path, found
+        elif weighs:
+            yield path, [placed]

@@ -8,12 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from hddm.benchmark.file import RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
+from hddm.benchmark.file import OF_SOLVER, RESERVED, ROUTING, BenchmarkFile, DecidingSplit, Table
 from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, split
-from hddm.benchmark.models import Models
+from hddm.benchmark.models import EXPERTS, Models, why_not_scored
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.data.shard_records import HELD_OUT
 from hddm.evaluation.features import find_inception
+from hddm.sampling import refuse_beside_native
+from hddm.settings import ObjectiveSettings
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml
 from hddm.utils.work import Work
@@ -39,6 +41,10 @@ class PlannedRow:
     """The model is one network, or several between which nothing has to choose."""
     samples: Step
     scores: Step
+    objective: Step | None = None
+    """Scores of the model by its objective, which rows that are sampled otherwise may share."""
+    why_unscored: str = ""
+    """Why there are none, in a benchmark that has them."""
 
 
 @dataclass
@@ -59,6 +65,7 @@ class SeedPlan:
         self.steps: dict[str, Step] = {}
         self.models = Models()
         self._places: dict[str, Line] = {}
+        self._objectives: dict[str, tuple[Line, Step]] = {}
         self._defaults: dict[str, Line] = {}
         for verb, text in self.file.defaults.items():
             line = self._options(f"defaults of {verb}", verb, split(self._with_values(text)))
@@ -119,6 +126,8 @@ class SeedPlan:
         found = {step.label: step for step in (*self.steps.values(), self.real)}
         for row in self.rows:
             found |= {row.samples.label: row.samples, row.scores.label: row.scores}
+            if row.objective is not None:
+                found[row.objective.label] = row.objective
         return sorted(found.values(), key=lambda step: step.depth)
 
     def check(self) -> None:
@@ -186,6 +195,11 @@ class SeedPlan:
         options = self._options(f"tables.{title}", "sample", split(self._with_values(table.sample)))
         if is_alone:
             options = options.without(ROUTING)
+        # What is nearer to the row decides whether it has a solver or a sampler of the experts' own kind.
+        if "native" in varied or ("native" in own.given and "native" not in options.given):
+            options = options.without(OF_SOLVER)
+        if "native" in varied or "native" in options.given:
+            own = own.without(OF_SOLVER)
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
         line = self._with_defaults(changed.or_else(options).or_else(own))
         samples = self._step("samples/", line)
@@ -197,7 +211,54 @@ class SeedPlan:
         known = {"samples": samples, _REAL: self.real}
         evaluation = self._evaluation(["$samples", "--features", by], self.file.scored_on)
         scores = self._step(f"scores/{place}", evaluation, known)
-        return PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
+        planned = PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
+        if self.file.evaluate.objective is False:
+            return planned
+        why = why_not_scored(samples.values, self.models.of(model))
+        if why:
+            return replace(planned, why_unscored=why)
+        return replace(planned, objective=self._objective(row, source, samples, model))
+
+    def _objective(self, row: str, source: str, samples: Step, model: Step) -> Step:
+        """The step that scores what a row samples by its objective; equal ones are one step."""
+        known = self.models.of(model)
+        expert, strategy = samples.values["expert"], samples.values["strategy"]
+        if strategy is None and expert is None and known is not None and not known.is_alone:
+            strategy = known.strategy
+        name = row
+        if expert is not None and (known is None or len(known.experts) > 1):
+            source = f"{source}/{EXPERTS}/{expert}"
+            name += f" expert {expert}"
+        words = [source]
+        if strategy is not None:
+            words += ["--strategy", strategy]
+            name += f" {strategy}"
+        measured = self.file.evaluate
+        images = split(self._with_values(getattr(measured, self.file.scored_on)))
+        line = self.lines.read(["evaluate", *words, "--held-out", *images])
+        if isinstance(measured.objective, str):
+            line = line.or_else(self._objective_options(measured.objective))
+        for other, step in self._objectives.values():
+            if other == line:
+                return step
+        numbers = itertools.count(2)
+        first = place = slug(name) or "row"
+        while place in self._objectives:
+            place = f"{first}-{next(numbers)}"
+        self._objectives[place] = line, self._step(f"objective/{place}", line)
+        return self._objectives[place][1]
+
+    def _objective_options(self, text: str) -> Line:
+        """Options of all scores by the objective."""
+        where = "evaluate.objective"
+        options = self._options(where, "evaluate", split(self._with_values(text)))
+        known = ObjectiveSettings.model_fields.keys() - {"strategies"}
+        for name in options.given:
+            if name not in known:
+                listed = ", ".join(f"--{one.replace('_', '-')}" for one in sorted(known))
+                shown = options.given[name][0]
+                raise HddmError(f"{where}: {shown}: cannot be chosen here; choose from {listed}")
+        return options
 
     def _place(self, name: str, line: Line) -> str:
         """Part of a path for a row, which no other samples of the plan have."""
@@ -270,9 +331,12 @@ class SeedPlan:
         for _, path in step.paths:
             _refuse_missing_shard(step, path)
         if step.verb == "sample":
+            native = step.values["native"]
+            if native is not None:
+                refuse_beside_native(native, {name: step.values[name] for name in OF_SOLVER})
             sampled = self.models.at(step, step.values["source"])
             if sampled is not None:
-                sampled.check(step.values["strategy"], step.values["expert"])
+                sampled.check(step.values["strategy"], step.values["expert"], native)
         # Computed here, where those of its inputs are known: a chain may be long.
         _ = step.depth, step.upstream
         return step
@@ -294,8 +358,13 @@ class SeedPlan:
         if line.verb in self._defaults:
             # What a file of settings says that the line itself names comes before defaults, too. A file that
             # the defaults name is one of them, and comes after the options beside it, as on any command line.
-            defaults = self._defaults[line.verb].without(self._in_config(line))
-            line = line.or_else(defaults.without(ROUTING) if is_alone else defaults)
+            in_config = self._in_config(line)
+            defaults = self._defaults[line.verb].without(in_config)
+            if is_alone:
+                defaults = defaults.without(ROUTING)
+            if "native" in line.given or "native" in in_config:
+                defaults = defaults.without(OF_SOLVER)
+            line = line.or_else(defaults)
         seed = Line(line.verb, {}).with_options({"seed": "$seed"})
         if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
             line = line.or_else(seed.without(self._in_config(line)))

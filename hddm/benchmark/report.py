@@ -16,12 +16,14 @@ from typing import Any
 
 from PIL import Image
 
-from hddm.benchmark.results import MARK, Comparison, Results, Row, number
+from hddm.benchmark.objective import JUDGED
+from hddm.benchmark.results import MARK, Comparison, ObjectiveComparison, Results, Row, number
 from hddm.data.images import contact_sheet
 from hddm.data.shard_records import named_shards
 from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.evaluation.scores import LEARNED, RECOGNISED
+from hddm.objective.records import BITS, MEAN_ERROR, error_at
 from hddm.utils.files import write_whole
 from hddm.utils.pages import COLOURS, as_element, charts, data_address, plain_numbers, templates
 
@@ -30,6 +32,8 @@ PUBLISHED = 50_000
 LEAST = 0.02
 """Share of the samples of a model from which a class counts as made."""
 GRID_IMAGES, GRID_COLUMNS, CELL = 64, 8, 64
+SHOWN_TIMES = (0.02, 0.1, 0.3, 0.6)
+"""Noise levels of errors in tables; all of them are in `hddm.objective.errors.TIMES`."""
 _NONE = "–"
 _signed = partial(number, signed=True)
 
@@ -108,10 +112,14 @@ def _markdown(table: CellTable) -> str:
 
 
 def _tables(results: Results, *names: str) -> list[CellTable]:
-    """Tables of the benchmark, each followed by what its rows make of each domain."""
+    """Tables of the benchmark, each followed by what its rows make of each domain, and by the objective."""
     tables = []
     for name in names:
-        tables += [comparison_table(results, name), domain_table(results, name)]
+        tables += [
+            comparison_table(results, name),
+            domain_table(results, name),
+            objective_table(results, name),
+        ]
     return tables
 
 
@@ -126,7 +134,7 @@ def comparison_table(results: Results, name: str) -> CellTable:
     )
     columns: list[Column] = [
         *_figures(results, [(f"to {results.images_of} images", results.decides)]),
-        *_verdict_columns(results, name),
+        *_verdict_columns(results, name, results.comparisons, "", _shown_verdict),
         *_figures(results, further),
         ("training FLOP", lambda row: _flop(row.training_flop)),
         ("experts per step", lambda row: Cell(f"{row.experts_a_step:.2f}", row.experts_a_step)),
@@ -153,6 +161,41 @@ def domain_table(results: Results, name: str) -> CellTable:
     columns: list[Column] = [("classes made", _classes_made), *_figures(results, figures)]
     rows = results.tables[name] if domains else ()
     return _table(f"{name}, by domain", rows, columns)
+
+
+def objective_table(results: Results, name: str) -> CellTable:
+    """Errors by noise level and bits per dimension of rows of a table; empty where none has any."""
+    rows = results.tables[name]
+    if not any(row.one.objective is not None and row.one.objective.figures for row in rows):
+        rows = []
+    figures = [(error_at(time), error_at(time)) for time in SHOWN_TIMES]
+    columns: list[Column] = []
+    for head, figure in [*figures, ("mean error", MEAN_ERROR), ("bits per dimension", BITS)]:
+        columns.append((head, partial(_objective_cell, figure)))
+        if figure in JUDGED:
+            compared = [one for one in results.by_objective if one.figure == figure]
+            columns += _verdict_columns(results, name, compared, f"{head} ", _shown_gap)
+    return _table(f"{name}, by the objective", rows, columns)
+
+
+def _objective_cell(figure: str, row: Row) -> Cell:
+    found = row.objective(figure)
+    if found is None:
+        return Cell(_NONE)
+    # Errors of models differ by little, so they have four digits.
+    text = f"{found.mean:.4g} ± {found.half_width:.2g}".replace("-", "−")
+    if found.spread is not None:
+        mark = MARK if row.group.is_one_model else ""
+        text += f" (s {found.spread:.2g}{mark})"
+    return Cell(text, found.mean)
+
+
+def _shown_gap(one: Comparison) -> str:
+    text = f"{one.verdict.gap:+.2g}".replace("-", "−")
+    if one.verdict.judgement != "no verdict":
+        text += f" {one.verdict.judgement}"
+    is_over_images = isinstance(one, ObjectiveComparison) and one.over == "images"
+    return f"{text}, over images" if is_over_images else text
 
 
 def _classes_made(row: Row) -> Cell:
@@ -187,27 +230,35 @@ def measures_table(results: Results) -> CellTable:
     return _table("measures", results.first, _figures(results, figures))
 
 
-def _verdict_columns(results: Results, table: str) -> Iterator[Column]:
+def _verdict_columns(
+    results: Results,
+    table: str,
+    comparisons: Sequence[Comparison],
+    prefix: str,
+    shown: Callable[[Comparison], str],
+) -> Iterator[Column]:
     """A column per baseline, and one for changes of a setting."""
     of = {row.name: row.one.of for row in results.tables[table]}
     found: dict[str, dict[str, Comparison]] = {}
-    for one in results.comparisons:
+    for one in comparisons:
         if one.table == table:
             against = of[one.against] if one.kind == "model" else "the first row of its model"
-            found.setdefault(f"against {against}", {})[one.row] = one
+            found.setdefault(f"{prefix}against {against}", {})[one.row] = one
     for title, by_row in found.items():
-        yield title, partial(_judged, by_row)
+        yield title, partial(_judged, by_row, shown)
 
 
-def _judged(by_row: dict[str, Comparison], row: Row) -> Cell:
+def _judged(by_row: dict[str, Comparison], shown: Callable[[Comparison], str], row: Row) -> Cell:
     one = by_row.get(row.name)
     if one is None:
         return Cell(_NONE)
+    return Cell(shown(one), one.verdict.gap, one.verdict.judgement)
+
+
+def _shown_verdict(one: Comparison) -> str:
     judgement = one.verdict.judgement
     text = _signed(one.verdict.gap)
-    if judgement != "no verdict":
-        text += f" {judgement}"
-    return Cell(text, one.verdict.gap, judgement)
+    return text if judgement == "no verdict" else f"{text} {judgement}"
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> CellTable:

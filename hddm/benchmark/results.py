@@ -25,10 +25,11 @@ from hddm.evaluation.results import (
     sampling_fields,
 )
 from hddm.evaluation.scores import LEARNED
+from hddm.objective.records import HeldOutScores, Mean, values_of
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record
 
-FORMAT = "5.1"
+FORMAT = "5.2"
 LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
@@ -36,12 +37,42 @@ PERCENT_UNEQUAL = 2.0
 _OF_MODEL = frozenset({"expert", "model_shift", "weights", "vae", "device", "metadata"})
 """Fields of the sampling record that say which model was sampled, or that change nothing in an image."""
 _NOT_SET = "none"
+_DRAWN = "each sample has one expert to the end, so a state has no velocity of its own"
 _LACKING = {
     "recognised": "a classifier recognises too few of its samples",
     "precision": "too few of its samples look like real images",
     "recall": "its samples look like too few of the real images",
 }
 """What the samples of a model that did not learn lack, by the figure that shows it (`Scores.beside_real`)."""
+
+
+class ObjectiveScores(Record):
+    """Scores of a row's model on held-out images, by its training objective and its likelihood."""
+
+    step: str = ""
+    """The step that measured them: its result is this file in the benchmark's folder, with ``.json``."""
+    images: int = 0
+    likelihood_images: int = 0
+    figures: dict[str, Mean] = Field(default_factory=dict)
+    """Means over images, by the names of `hddm.objective.records.values_of`."""
+    why_none: str = ""
+    """Why it has no errors, and where it has no figure at all, no bits either."""
+
+    @classmethod
+    def of(cls, step: str, scores: HeldOutScores) -> "ObjectiveScores":
+        """What a result under one strategy says."""
+        (own,) = scores.strategies
+        figures = {}
+        for name, by_title in values_of([("", scores)]).items():
+            (by_image,) = by_title.values()
+            figures[name] = Mean.of(by_image)
+        return cls(
+            step=step,
+            images=len(scores.data.rows),
+            likelihood_images=len(scores.data.likelihood_rows),
+            figures=figures,
+            why_none="" if own.levels else _DRAWN,
+        )
 
 
 class ScoredRow(Record):
@@ -68,6 +99,8 @@ class ScoredRow(Record):
     """Counted operations per image."""
     is_alone: bool = False
     """No strategy chose among its experts, since there is one, or one for each noise level."""
+    objective: ObjectiveScores | None = None
+    """None in a benchmark without scores by the objective."""
 
 
 class ModelResult(Record):
@@ -113,6 +146,14 @@ class Comparison(Record):
         return f"{text} (95 % interval {number(low, signed=True)} … {number(high, signed=True)})"
 
 
+class ObjectiveComparison(Comparison):
+    """One row against another by a figure of their objective."""
+
+    figure: str
+    over: Literal["seeds", "images"] = "seeds"
+    """What its interval is over; that over images says nothing about other trainings."""
+
+
 class SameImages(Record):
     """How many ``images`` two folders both have, over all seeds, and how many of them are equal."""
 
@@ -127,6 +168,10 @@ class StepRecord(Record):
     name: str
     command: str
     seconds: float
+
+
+Pair = tuple[Literal["model", "setting"], "Row", "Row"]
+"""Two models sampled alike, or two settings of one model; the second row is the baseline."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +202,18 @@ class Row:
     def figure(self, path: str) -> Figure | None:
         """A score by its path (`figure_at`); None where it was not measured."""
         return figure_at(self.group, path)
+
+    def objective(self, name: str) -> Figure | None:
+        """A figure of the objective by its name; None where a seed has none."""
+        values: dict[str, float] = {}
+        widths = []
+        for one in self.scored:
+            if one.objective is None or name not in one.objective.figures:
+                return None
+            found = one.objective.figures[name]
+            values[str(one.seed)] = found.value
+            widths.append(found.half_width)
+        return Figure(values, statistics.fmean(widths), self.group.is_one_model)
 
     @property
     def has_learned(self) -> bool:
@@ -232,6 +289,8 @@ class Results(Record):
     same: tuple[SameImages, ...] = ()
     steps: tuple[StepRecord, ...]
     comparisons: tuple[Comparison, ...]
+    by_objective: tuple[ObjectiveComparison, ...] = ()
+    """Rows against others by errors and by bits."""
     seconds: float
     """Of all steps together, whenever and by however many workers they were done."""
 
@@ -295,6 +354,19 @@ class Results(Record):
             if percent > PERCENT_UNEQUAL:
                 yield budget, dearest, cheapest, percent
 
+    @property
+    def unscored(self) -> dict[tuple[str, str], list[str]]:
+        """Rows that lack figures of the objective, by what they lack and the reason."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            objective = row.one.objective
+            if objective is not None and objective.why_none:
+                lacking = "errors" if objective.step else "errors and bits"
+                names = found.setdefault((lacking, objective.why_none), [])
+                if row.name not in names:
+                    names.append(row.name)
+        return found
+
     def decisive(self, row: Row) -> Figure:
         """The score of a row that verdicts are about."""
         found = row.figure(self.decides)
@@ -337,17 +409,8 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 
     Models with one set of weights in every seed, and rows of the same samples, get no verdict.
     """
-    chosen = results.settings.compare
     for table, rows in results.tables.items():
-        pairs: list[tuple[Literal["model", "setting"], Row, Row]] = []
-        for row in rows:
-            of = row.one.of
-            for other in rows:
-                if chosen.has(of, other.one.of) and _are_alike(row, other):
-                    pairs.append(("model", row, other))
-            first = next(one for one in rows if one.one.of == of)
-            if first is not row:
-                pairs.append(("setting", row, first))
+        pairs = pairs_of(results, rows)
         judged = verdicts([_contrast(results, *pair) for pair in pairs])
         for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
             a = results.decisive(ours).values
@@ -363,6 +426,21 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
             )
 
 
+def pairs_of(results: Results, rows: Sequence[Row]) -> list[Pair]:
+    """Rows of one table to compare: models with baselines, and settings of a model with its first."""
+    chosen = results.settings.compare
+    pairs: list[Pair] = []
+    for row in rows:
+        of = row.one.of
+        for other in rows:
+            if chosen.has(of, other.one.of) and _are_alike(row, other):
+                pairs.append(("model", row, other))
+        first = next(one for one in rows if one.one.of == of)
+        if first is not row:
+            pairs.append(("setting", row, first))
+    return pairs
+
+
 def _are_alike(ours: Row, base: Row) -> bool:
     """True if a table varies two rows in one way, except in what a network alone does not have."""
     differing = {name for name, _ in ours.one.varied.items() ^ base.one.varied.items()}
@@ -371,8 +449,13 @@ def _are_alike(ours: Row, base: Row) -> bool:
     return not differing
 
 
-def _sampled_differently(ours: Row, base: Row, varies: Sequence[str]) -> str | None:
-    """The settings that two models were sampled with, where they differ; None where they do not."""
+def sampled_differently(
+    ours: Row, base: Row, varies: Sequence[str], among: Sequence[str] | None = None
+) -> str | None:
+    """The settings that two models were sampled with, where they differ; None where they do not.
+
+    ``among`` are settings of which alone it asks, by default all.
+    """
     free = {*varies, *_OF_MODEL}
     if ours.is_alone or base.is_alone:
         free |= ROUTING
@@ -380,6 +463,8 @@ def _sampled_differently(ours: Row, base: Row, varies: Sequence[str]) -> str | N
     for one, other in zip(ours.scored, base.scored, strict=True):
         settings, others = _sampled_with(one), _sampled_with(other)
         for name in {**settings, **others}:
+            if among is not None and name not in among:
+                continue
             if name not in free and settings.get(name) != others.get(name):
                 values = f"{settings.get(name, _NOT_SET)} against {others.get(name, _NOT_SET)}"
                 found.setdefault(name, f"{name} {values}")
@@ -401,31 +486,40 @@ def _sampled_with(row: ScoredRow) -> dict[str, str]:
 def _contrast(results: Results, kind: str, ours: Row, base: Row) -> Contrast:
     why = _why_not_judged(ours, base)
     if why is None and kind == "model":
-        why = _sampled_differently(ours, base, results.settings.compare.varies)
+        why = sampled_differently(ours, base, results.settings.compare.varies)
     return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
 
 
 def _why_not_judged(ours: Row, base: Row) -> str | None:
     """The reason why two rows get no verdict, if there is one."""
-    # Dictionaries, since the order counts, and a name that both rows have is said once.
+    # A dictionary, since the order counts, and a name that both rows have is said once.
     failed: dict[str, str] = {}
-    fixed: dict[str, None] = {}
     for row in (ours, base):
         lacking = row.why_not_learned
         if lacking is not None:
             failed[row.name] = f"{row.name}: did not learn, since {lacking}"
-        if row.group.is_one_model:
-            fixed[row.one.of] = None
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         return "the same samples in every seed"
     if failed:
         return "; ".join(failed.values())
-    if fixed:
-        names = " and ".join(fixed)
-        return f"{names}: one set of weights in every seed, so no other training is judged"
+    fixed = why_fixed(ours, base)
+    if fixed is not None:
+        return fixed
     own = ours.one.evaluation.images
     other = base.one.evaluation.images
     return f"{own:,} against {other:,} samples" if own != other else None
+
+
+def why_fixed(ours: Row, base: Row) -> str | None:
+    """Rows that are of one set of weights in every seed, which say nothing about other trainings."""
+    fixed: dict[str, None] = {}
+    for row in (ours, base):
+        if row.group.is_one_model:
+            fixed[row.one.of] = None
+    if not fixed:
+        return None
+    names = " and ".join(fixed)
+    return f"{names}: one set of weights in every seed, so no other training is judged"
 
 
 def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:

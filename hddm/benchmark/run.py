@@ -25,6 +25,7 @@ from typing import Any
 from hddm.benchmark.costs import TrainingCost, cost_path, count_sampling, count_training
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.lines import CommandLine, RunCommand
+from hddm.benchmark.objective import compare_objective
 from hddm.benchmark.origin import model_cost
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import PlannedRow, SeedPlan
@@ -33,6 +34,7 @@ from hddm.benchmark.results import (
     FORMAT,
     LARGEST,
     ModelResult,
+    ObjectiveScores,
     Results,
     SameImages,
     ScoredRow,
@@ -42,6 +44,7 @@ from hddm.benchmark.results import (
 from hddm.benchmark.steps import Contents, Step, link_to
 from hddm.data.images import have_equal_pixels
 from hddm.evaluation.results import read_result
+from hddm.objective.records import HeldOutScores, read_scores
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, errors_as, shown
 from hddm.utils.files import (
@@ -198,8 +201,10 @@ def commands(file: BenchmarkFile, lines: CommandLine, data: Path | None = None) 
     """The command lines of a benchmark, in order, to be run in an empty folder."""
     yielded: set[str] = set()
     for plan in _plans(file, Work(Path("jobs")), lines, data):
-        of_seed = f" seed_{plan.seed}/scores" if plan.seed else ""
-        yield f"mkdir -p scores{of_seed}"
+        # Evaluations write files, and everything else a folder of its own.
+        folders = {Path("scores")}
+        folders |= {Path(step.label).parent for step in plan.all if step.verb == "evaluate"}
+        yield f"mkdir -p {' '.join(sorted(str(one) for one in folders if one.parts))}"
         for step in plan.all:
             if step.label not in yielded:
                 yield step.shown
@@ -404,7 +409,19 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         comparisons=(),
         seconds=round(sum(one["seconds"] for one in records.values()), 1),
     )
-    return results.model_copy(update={"comparisons": tuple(compare_rows(results))})
+    compared = tuple(compare_rows(results))
+    by_objective = tuple(compare_objective(results, _objectives(plans)))
+    return results.model_copy(update={"comparisons": compared, "by_objective": by_objective})
+
+
+def _objectives(plans: Sequence[SeedPlan]) -> dict[str, HeldOutScores]:
+    """Scores by the objective, by the labels of their steps."""
+    found = {}
+    for plan in plans:
+        for row in plan.rows:
+            if row.objective is not None and row.objective.label not in found:
+                found[row.objective.label] = read_scores(row.objective.result)
+    return found
 
 
 def _machines(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -436,7 +453,15 @@ def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
         experts_a_step=use.get("experts_a_sample", 1.0),
         sampling_flop=row.samples.work.record(cost_path(row.samples))["image"],
         is_alone=row.is_alone,
+        objective=_objective_scores(row),
     )
+
+
+def _objective_scores(row: PlannedRow) -> ObjectiveScores | None:
+    """Scores of a row by its objective; None in a benchmark without them."""
+    if row.objective is None:
+        return ObjectiveScores(why_none=row.why_unscored) if row.why_unscored else None
+    return ObjectiveScores.of(row.objective.label, read_scores(row.objective.result))
 
 
 def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> SameImages:

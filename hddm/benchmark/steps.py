@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hddm.benchmark.file import preset_names
 from hddm.benchmark.lines import Line, Settings, names_in, placed
+from hddm.experts.ensemble_folders import MOMENTS, RELIABILITY
 from hddm.utils.errors import HddmError
 from hddm.utils.files import is_draft, remove, sha256_of
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, HASHES, ROUTER_FILE, HashCache
@@ -91,7 +92,7 @@ INPUTS = "inputs"
 
 _MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE)
 _NAMES = {
-    ("assemble", "router"): ("moments",),
+    ("assemble", "router"): (MOMENTS, RELIABILITY),
     ("benchmark", "which"): tuple(preset_names()),
     ("evaluate", "features"): (
         "auto",
@@ -290,6 +291,17 @@ class Step:
     def reads_a_finished_model(self) -> bool:
         """True if it reads a model that no step made, whose training cost is not known."""
         return any(map(_holds_model, self.sources))
+
+    @property
+    def writes_ensemble(self) -> bool:
+        """True if it assembles experts, or weighs those of an ensemble."""
+        if self.verb != "calibrate":
+            return self.verb == "assemble"
+        path = Path(self.values["expert"])
+        names = self._names(str(path))
+        if not names:
+            return (path / ENSEMBLE_FILE).is_file()
+        return len(path.parts) == 1 and self.inputs[names[0]].writes_ensemble
 
     @cached_property
     def identity(self) -> str:

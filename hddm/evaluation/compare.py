@@ -187,19 +187,24 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
             interval = gap - half, gap + half
         found.append(
             GapVerdict(
-                gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why
+                gap=gap,
+                spread=spread,
+                interval=interval,
+                judgement=judged(interval, one.better),
+                why=why,
             )
         )
     return found
 
 
-def _judged(one: Contrast, interval: tuple[float, float] | None) -> Judgement:
+def judged(interval: tuple[float, float] | None, better: Better = "lower") -> Judgement:
+    """What the interval of a gap says, where values of this direction are better."""
     if interval is None:
         return "no verdict"
     low, high = interval
     if low <= 0 <= high:
         return "within noise"
-    return "better" if (high < 0) == (one.better == "lower") else "worse"
+    return "better" if (high < 0) == (better == "lower") else "worse"
 
 
 _SIGNS = (

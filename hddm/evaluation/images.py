@@ -140,13 +140,13 @@ def _refuse_shared(paths: Mapping[Role, Path], read: Mapping[Role, Sequence[Read
             raise shared_images(role, paths[role], len(read[role]), among, shared)
 
 
-def refuse_trained(role: Role, path: Path, shards: Iterable[Path]) -> None:
-    """Refuse images of ``path`` that a model was trained on in one of the ``shards``.
+def refuse_trained(role: Role, path: Path, learned: Iterable[Path]) -> None:
+    """Refuse images of ``path`` that a model learned from in one of the shards or folders ``learned``.
 
     Images are the same if their files are, or their pixels as they are stored. Raises `HddmError`, in which
     ``role`` names the images of ``path``.
     """
-    others = [shard for shard in shards if not _are_apart(shard, path)]
+    others = [shard for shard in learned if not _are_apart(shard, path)]
     if not others:
         return
     fresh = _digests(path, role)

@@ -205,6 +205,8 @@ class ReliabilityRecord(Record):
     """A row for each time."""
     data: str
     """Hash of the images."""
+    images: Annotated[int, Field(ge=1)]
+    """Number of them that were looked at."""
 
 
 class EnsembleRecord(SparseRecord):

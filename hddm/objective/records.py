@@ -101,6 +101,14 @@ def difference(ours: Sequence[float], base: Sequence[float]) -> Mean:
     return Mean.of([a - b for a, b in zip(ours, base, strict=True)])
 
 
+MEAN_ERROR, BITS = "error, mean of all levels", "bits per dimension"
+
+
+def error_at(time: float) -> str:
+    """The name of the error at a noise level in tables."""
+    return f"error at t = {time:g}"
+
+
 Values = dict[str, dict[str, tuple[float, ...]]]
 """By row of a table and by column, a value per image."""
 
@@ -121,12 +129,12 @@ def values_of(results: Sequence[tuple[str, HeldOutScores]]) -> Values:
         for scores in one.strategies:
             title = name if len(one.strategies) == 1 else f"{name} {scores.strategy}".strip()
             for level in scores.levels:
-                found.setdefault(f"error at t = {level.t:g}", {})[title] = level.by_image
+                found.setdefault(error_at(level.t), {})[title] = level.by_image
             if scores.levels:
                 means = []
                 for of_image in zip(*(level.by_image for level in scores.levels), strict=True):
                     means.append(statistics.fmean(of_image))
-                found.setdefault("error, mean of all levels", {})[title] = tuple(means)
+                found.setdefault(MEAN_ERROR, {})[title] = tuple(means)
             if scores.bits is not None:
-                found.setdefault("bits per dimension", {})[title] = scores.bits.by_image
+                found.setdefault(BITS, {})[title] = scores.bits.by_image
     return found

@@ -20,7 +20,8 @@ from hddm.experts.shard_images import evenly_spaced
 from hddm.objective.errors import noise_of
 from hddm.objective.scores import HeldOut
 from hddm.reliability import ReliabilityRouter
-from hddm.utils.errors import HddmError
+from hddm.settings import CalibrationSettings
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use
 from hddm.utils.tensors import available_device
@@ -80,6 +81,24 @@ def _on_top_of(grams: Tensor, shares: Tensor) -> Tensor:
     return torch.from_numpy(found.x).softmax(0)
 
 
+def check_weighing(data: Path | None, settings: CalibrationSettings) -> None:
+    """Raise a `UsageError` for an ensemble without held-out images, and for options of an expert alone."""
+    if data is None:
+        raise UsageError(
+            "`data`: is required for an ensemble; name images that no expert was trained on"
+        )
+    plain = CalibrationSettings()
+    for name in ("num_images", "steps"):
+        if getattr(settings, name) != getattr(plain, name):
+            raise UsageError(f"`{name}`: is for an expert's own samples; an ensemble takes `data`")
+
+
+def refuse_shared_noise(num_domains: int, num_experts: int) -> None:
+    """Raise an `HddmError` for experts that share t among them, which nothing weighs."""
+    if num_domains < num_experts:
+        raise HddmError("experts that cover parts of the noise have no weights by reliability")
+
+
 @torch.no_grad()
 def measured_weights(
     model: Ensemble,
@@ -102,9 +121,7 @@ def measured_weights(
     Raises:
         HddmError: for experts that share t among them, and as `best_weights`.
     """
-    num = len(model.experts)
-    if model.num_domains < num:
-        raise HddmError("experts that cover parts of the noise have no weights by reliability")
+    refuse_shared_noise(model.num_domains, len(model.experts))
     weights = []
     with Progress(len(TIMES) * len(samples), "weigh experts") as advance:
         for time in TIMES:
@@ -155,7 +172,9 @@ def weigh_experts(
     conditions = {name: value[rows] for name, value in held_out.conditions(model).items()}
     weights = measured_weights(model, held_out.samples[rows], conditions, seed, is_routed=is_routed)
     rows_of_weights = tuple(tuple(row) for row in weights.tolist())
-    known = ReliabilityRecord(times=TIMES, weights=rows_of_weights, data=held_out.hash)
+    known = ReliabilityRecord(
+        times=TIMES, weights=rows_of_weights, data=held_out.hash, images=len(rows)
+    )
     changes: dict[str, object] = {"reliability": known}
     if record.router is None:
         changes["router"] = RELIABILITY

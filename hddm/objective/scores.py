@@ -95,6 +95,15 @@ class HeldOut:
         return found
 
 
+def why_unscored(strategy: str) -> str:
+    """Why samples under a strategy have neither a velocity nor a density; empty where they have one."""
+    if Strategy.parse(strategy).kind != "commit":
+        return ""
+    return (
+        "below its noise level each sample keeps an expert, so a state has no velocity of its own"
+    )
+
+
 @keywords
 def score_held_out(
     model: Path,
@@ -124,11 +133,9 @@ def score_held_out(
     if out is not None:
         check_result_file(out, overwrite)
     for name in settings.strategies:
-        if Strategy.parse(name).kind == "commit":
-            raise UsageError(
-                f"`strategy` {name}: below its noise level each sample keeps an expert, so a state has no "
-                "velocity of its own; score full and draw"
-            )
+        why = why_unscored(name)
+        if why:
+            raise UsageError(f"`strategy` {name}: {why}; score full and draw")
     device = available_device(settings.device)
     loaded = load(model, device=device)
     data = HeldOut.read(held_out)

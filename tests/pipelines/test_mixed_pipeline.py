@@ -72,7 +72,7 @@ def test_half_precision_is_near_float32(folder: Path) -> None:
         found = _latents(pipe, expert=k)
         assert {network.dtype for network in pipe.experts.stored} == {torch.bfloat16}
         assert found.dtype == torch.float32
-        noise = hddm.running.Seeded(3).initial(range(NUM), exact.shape[1:])
+        noise = hddm.noise.Seeded(3).initial(range(NUM), exact.shape[1:])
         # Of what the networks contributed, not of the noise.
         error = (found - exact).norm() / (exact - noise).norm()
         assert 0 < error < 0.02
