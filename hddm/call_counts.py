@@ -93,8 +93,9 @@ class _CountingRouter:
         self._probabilities = torch.zeros(len(model.experts))
         self._probabilities[sorted(set(model.domains))[:number]] = 1 / number
         self._calls = calls
+        self.condition = model.router_condition
 
-    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         self._calls.add(ROUTER, len(x))
         return self._probabilities.expand(len(x), -1)
 

@@ -7,12 +7,17 @@ arXiv:2501.05450, section 3.2). An expert of noise or of clean images counts too
 predicts to a velocity (`VelocityField.guided`). A strategy (`hddm.strategies`) sets small weights to 0, and
 experts of weight 0 do not run.
 
-A router sees no condition. Where p(k | class) is known, samples of a class are routed by
+A router that sees no condition is corrected where p(k | class) is known: samples of a class are routed by
 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
 
 which is exact where class and x_t are independent given k. Without this correction, an expert may be used for
 a class that it has never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
+
+A router that sees the condition c (`hddm.router_condition`) is p(k | x_t, t, c) itself, and nothing corrects
+it. At t = 1, where the state is noise alone, it is p(k | c), from which samples begin (`Ensemble.begun`). A
+p(k | …) that the caller provides takes the place of what the router would make of the condition: it is asked
+without, and corrected as above.
 
 If the experts of a domain divide t among them (`hddm.parts`), k stands for a domain in the formulas above. t
 decides which of its experts runs, and that one has all of the domain's probability:
@@ -41,7 +46,9 @@ from hddm.networks.sample_sizes import Size
 from hddm.networks.shared import AdaptedNetwork
 from hddm.parts import Part as Part
 from hddm.parts import Parts
-from hddm.routers import answer_of, given_condition
+from hddm.reliability import ReliabilityRouter
+from hddm.router_condition import RouterCondition
+from hddm.routers import NONE, answer_of, given_condition
 from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import to_float64
@@ -57,6 +64,7 @@ class Ensemble(Parts):
     Args:
         experts: velocity fields on the common path, one per shard, or a `Part` for each.
         router: ``router(x_t, t)`` to probabilities (batch, K). Not needed for ``draw``, or for one domain.
+            One with a ``condition`` (`hddm.router_condition.RouterCondition`) gets that as a keyword, too.
         strategy: see `hddm.strategies`; can be set later. The default is valid for any number of experts; an
             ensemble loaded from a folder uses the one recorded there.
         prior: p(k) (K,) in any unit, in place of the parts' weights: ``draw`` draws from it, and the
@@ -71,7 +79,7 @@ class Ensemble(Parts):
     def __init__(
         self,
         experts: Sequence[VelocityField | Part],
-        router: Callable[[Tensor, Tensor], Tensor] | None = None,
+        router: Callable[..., Tensor] | None = None,
         strategy: str = "nucleus-0.9",
         prior: Sequence[float] | Tensor | None = None,
         *,
@@ -307,23 +315,86 @@ class Ensemble(Parts):
                     f"expert= takes {len(x_t)} indices, one per state, not {expert.tolist()}"
                 )
             return self.at(t, Choice.of(expert.cpu(), len(self.experts)).weights)
-        return self.routed(x_t, t.cpu(), self.shares_of(len(x_t), conditions or {}, prior))
+        given = conditions or {}
+        shares = self.shares_of(len(x_t), given, prior)
+        return self.routed(x_t, t.cpu(), shares, self.seen_by_router(given, prior))
+
+    @property
+    def router_condition(self) -> RouterCondition | None:
+        """What the router sees of the samples' conditions; None for nothing, and without a router."""
+        found: RouterCondition | None = getattr(self.router, "condition", None)
+        return found if self.num_domains > 1 else None
+
+    def is_seen(
+        self, conditions: Mapping[str, Tensor], prior: Tensor | None = None
+    ) -> Tensor | None:
+        """Which samples (num,) the router tells apart by a condition, on the CPU; None for none of them.
+
+        With a ``prior`` that is provided it is asked without condition.
+        """
+        sees = self.router_condition
+        if sees is None or prior is not None:
+            return None
+        return sees.known(conditions, self.classes)
+
+    def seen_by_router(
+        self, conditions: Mapping[str, Tensor], prior: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        """The conditions that the router gets, by its own keyword; see `is_seen`."""
+        sees = self.router_condition
+        if sees is None or self.is_seen(conditions, prior) is None:
+            return NONE
+        return sees.values(conditions, self.classes)
 
     def shares_of(
         self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
     ) -> Tensor | None:
-        """p(k | class or prompt) of each sample, to correct the router; None where only p(k) is known."""
+        """p(k | class or prompt) of each sample, to correct the router; None where only p(k) is known.
+
+        Samples whose condition the router sees have p(k) among the experts that are able (`Parts.able`).
+        """
         is_known = prior is not None or (LABELS in conditions and self.knows_classes)
         if not is_known and self.able(num, conditions) is None:
             return None
-        return self.prior_of(num, conditions, prior)
+        shares, is_seen = self.prior_of(num, conditions, prior), self.is_seen(conditions, prior)
+        if is_seen is None:
+            return shares
+        among_able = self.prior_of(num, conditions, self.prior.expand(num, -1))
+        return torch.where(is_seen[:, None], among_able, shares)
+
+    def begun(
+        self,
+        x: Tensor,
+        s: float,
+        conditions: Mapping[str, Tensor],
+        prior: Tensor | None = None,
+    ) -> Tensor:
+        """p(k | condition) (batch, K) of samples that begin with noise x (batch, …) at ``s``, on the CPU.
+
+        It is the answer of a router that sees their condition, else `prior_of`.
+        """
+        known, is_seen = self.prior_of(len(x), conditions, prior), self.is_seen(conditions, prior)
+        if is_seen is None:
+            return known
+        full = self.under("full")
+        if isinstance(full.router, ReliabilityRouter):
+            # Errors at a noise level say how to mix, and nothing of whose the condition is.
+            full.router = full.router.base
+        t = torch.full((len(x),), s, dtype=torch.float64)
+        routed = full.weights(x.to(self.device), t, None, conditions)
+        return torch.where(is_seen[:, None], routed.to(known), known)
 
     def routed(
-        self, x_t: Tensor, t: Tensor, shares: Tensor | None, may_be_nan: bool = False
+        self,
+        x_t: Tensor,
+        t: Tensor,
+        shares: Tensor | None,
+        seen: Mapping[str, Tensor] = NONE,
+        may_be_nan: bool = False,
     ) -> Tensor:
         """Weights (batch, K) at x_t (batch, …) and t (batch,), which is on the CPU, by strategy and router.
 
-        For ``shares`` see `shares_of`, for ``may_be_nan`` `answer_of`.
+        For ``shares`` see `shares_of`, for ``seen`` `seen_by_router`, for ``may_be_nan`` `answer_of`.
         """
         strategy = self._strategy
         if strategy.kind == "commit" and (t > strategy.value).all():
@@ -338,7 +409,7 @@ class Ensemble(Parts):
         if self.router is None:
             refuse_unrouted(self.strategy, self.is_resized)
         assert self.router is not None
-        probabilities = answer_of(self.router, x_t, t, len(self.experts), may_be_nan)
+        probabilities = answer_of(self.router, x_t, t, len(self.experts), seen, may_be_nan)
         if shares is not None:
             probabilities = given_condition(probabilities, self.prior, shares)
         return strategy.weights(self.at(t, probabilities))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hddm.router_condition import RouterCondition
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import sent, to_float64
 
@@ -27,7 +28,8 @@ class ReliabilityRouter:
     Args:
         times: increasing, in [0, 1].
         weights: a row of K numbers for each time, none below 0, each row with a positive sum.
-        base: the other router, ``base(x_t, t)`` to probabilities (batch, K); None for none.
+        base: the other router, ``base(x_t, t)`` to probabilities (batch, K); None for none. What it sees of
+            the samples' conditions is passed on to it.
 
     Raises:
         HddmError: for other times or weights.
@@ -37,11 +39,12 @@ class ReliabilityRouter:
         self,
         times: Sequence[float],
         weights: Sequence[Sequence[float]],
-        base: Callable[[Tensor, Tensor], Tensor] | None = None,
+        base: Callable[..., Tensor] | None = None,
     ) -> None:
         self.times = torch.tensor(list(times), dtype=torch.float64)
         self.weights = torch.tensor([list(row) for row in weights], dtype=torch.float64)
         self.base = base
+        self.condition: RouterCondition | None = getattr(base, "condition", None)
         is_rising = (
             bool((self.times.diff() > 0).all()) and 0 <= self.times[0] <= self.times[-1] <= 1
         )
@@ -64,15 +67,14 @@ class ReliabilityRouter:
         share = ((at - low) / (high - low))[:, None]
         return (1 - share) * rows[above - 1] + share * rows[above]
 
-    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+    def __call__(self, x_t: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, …) at t (batch,)."""
         dtype = torch.promote_types(x_t.dtype, torch.float32)
         factors = sent(self.factors(t), x_t.device, dtype)
         if self.base is None:
             return factors
-        product = factors * self.base(x_t, t).to(factors)
+        routed = self.base(x_t, t, **conditions).to(factors)
+        product = factors * routed
         # Where all that the router leaves has no weight, the router alone decides.
         total = product.sum(1, keepdim=True)
-        return torch.where(
-            total > 0, product / total.clamp_min(1e-300), self.base(x_t, t).to(factors)
-        )
+        return torch.where(total > 0, product / total.clamp_min(1e-300), routed)

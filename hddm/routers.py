@@ -1,36 +1,47 @@
 """Routers, which compute each expert's probability p(k | x_t, t) of having made a state.
 
-`Router` runs a network that was trained on all shards. `MomentsRouter` needs no training and no data: it has
+`Router` runs a network that was trained on all shards, and may see the sample's condition c as well: then it
+is p(k | x_t, t, c). `MomentsRouter` needs no training and no data: it has
 one row per expert, so that adding or removing an expert means adding or removing a row. So does
 `hddm.prompt_router.PromptRouter`, which looks at the prompt. Strategies (`hddm.strategies`) decide what
 becomes of the probabilities.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from hddm.calibration import Moments
+from hddm.router_condition import RouterCondition
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import parameter_dtype, sent, to_float64
 
+NONE: Mapping[str, Tensor] = MappingProxyType({})
+
 
 class Router:
-    """Probabilities p(k | x_t, t) over experts, from the logits of a network.
+    """Probabilities p(k | x_t, t), or p(k | x_t, t, c), over experts, from the logits of a network.
 
         p = softmax(logits[outputs] / temperature(t))
 
     Leaving outputs out is exact: it conditions the posterior on the remaining shards. Experts of one output
-    divide its probability by their shares.
+    divide its probability by their shares. With ``trained_shares``, shares p(k) other than those of the
+    training count in full:
+
+        p(k | x_t, c) proportional to p(k) softmax_k / trained share of k's output
 
     Args:
-        network: ``network(x_t, timestep)`` to logits (batch, outputs of the network).
+        network: ``network(x_t, timestep)`` to logits (batch, outputs of the network); with a ``condition``
+            also by that keyword.
         time_scale: the network is fed t × ``time_scale``.
         temperatures: at times spread evenly over [0, 1], linear between; one number holds everywhere.
         outputs: of the network, for each expert; None for all in order.
         shares: of each expert in p(k); they count where experts have one output in common.
+        condition: what it sees of the samples' conditions; None for nothing.
+        trained_shares: of each output in the data of its training, in any unit; None where p(k) is theirs.
     """
 
     def __init__(
@@ -40,13 +51,22 @@ class Router:
         temperatures: Sequence[float] = (1.0,),
         outputs: Sequence[int] | None = None,
         shares: Sequence[float] | None = None,
+        condition: RouterCondition | None = None,
+        trained_shares: Sequence[float] | None = None,
     ) -> None:
         self.network = network
         self.time_scale = time_scale
         self.temperatures = tuple(temperatures)
         self.outputs = None if outputs is None else list(outputs)
+        self.condition = condition
         self._parts: Tensor | None = None
-        if outputs is not None and len(set(outputs)) < len(outputs):
+        if trained_shares is not None and shares is not None:
+            trained = torch.tensor(trained_shares, dtype=torch.float64)
+            trained = trained if outputs is None else trained[list(outputs)]
+            own = torch.tensor(shares, dtype=torch.float64)
+            # A shard of no image says nothing of its share.
+            self._parts = (own / trained.where(trained > 0, own)).clamp_min(1e-300)
+        elif outputs is not None and len(set(outputs)) < len(outputs):
             # Experts of one output that have no share divide it all the same.
             own = torch.tensor(shares or [1.0] * len(outputs), dtype=torch.float64).clamp_min(
                 1e-300
@@ -54,15 +74,19 @@ class Router:
             same = torch.tensor(outputs)[:, None] == torch.tensor(outputs)
             self._parts = own / (same * own).sum(1)
 
-    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+    def __call__(self, x_t: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
 
-        Their dtype, and the dtype of the network's times, is x_t's, float32 at least.
+        Their dtype, and the dtype of the network's times, is x_t's, float32 at least. ``conditions`` are
+        those of `RouterCondition.values`; without them it is asked with the null condition.
         """
         wide = torch.promote_types(x_t.dtype, torch.float32)
         dtype = parameter_dtype(self.network) or wide
         timestep = sent(to_float64(t) * self.time_scale, x_t.device, wide)
-        logits = self.network(x_t.to(dtype), timestep).to(wide)
+        if self.condition is not None:
+            conditions = self.condition.nulls(len(x_t), x_t.device) | conditions
+        given = {name: sent(value, x_t.device) for name, value in conditions.items()}
+        logits = self.network(x_t.to(dtype), timestep, **given).to(wide)
         if self.outputs is not None:
             logits = logits[:, self.outputs]
         temperature = sent(temperature_at(t, self.temperatures), logits.device, logits.dtype)
@@ -73,18 +97,20 @@ class Router:
 
 
 def answer_of(
-    router: Callable[[Tensor, Tensor], Tensor],
+    router: Callable[..., Tensor],
     x_t: Tensor,
     t: Tensor,
     num: int,
+    conditions: Mapping[str, Tensor] = NONE,
     may_be_nan: bool = False,
 ) -> Tensor:
     """Any router's probabilities (batch, num) of x_t (batch, …) at t (batch,), checked, on the CPU.
 
-    Rows that are not finite, which states that are not finite lead to, pass with ``may_be_nan``.
+    ``conditions`` are those that it sees, by its own keyword. Rows that are not finite, which states that are
+    not finite lead to, pass with ``may_be_nan``.
     """
     dtype = torch.promote_types(x_t.dtype, torch.float32)
-    found = router(x_t, sent(t, x_t.device, dtype)).to("cpu", dtype)
+    found = router(x_t, sent(t, x_t.device, dtype), **conditions).to("cpu", dtype)
     rows = found[found.isfinite().all(-1)] if may_be_nan else found
     # Logits passed for probabilities would mix into something that looks like a velocity.
     are_probabilities = (rows >= 0).all() and ((rows.sum(-1) - 1).abs() < 1e-2).all()

@@ -6,7 +6,7 @@ follow the velocity of the plan's ensemble through the plan's times.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -193,7 +193,7 @@ def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Conditions
     They are p(k | x_s, s, condition) where the ensemble has a router and s is below 1, else p(k | condition).
     """
     if s == 1 or ensemble.router is None:
-        return ensemble.prior_of(len(x), conditions.given, conditions.prior)
+        return ensemble.begun(x, s, conditions.given, conditions.prior)
     t = torch.full((len(x),), s, dtype=torch.float64)
     full = ensemble.under("full")
     return full.weights(x.to(ensemble.device), t, None, conditions.given, conditions.prior)
@@ -389,6 +389,8 @@ class _Walk:
     choice: Choice | None = None
     """The experts that run; fixed where each sample of the batch has its own."""
     shares: Tensor | None = None
+    seen: Mapping[str, Tensor] = field(default_factory=dict)
+    """The conditions that the router gets."""
     labels: Tensor | None = None
     inputs: tuple[Choice | None, Mapping[int, Inputs]] = (None, {})
     """A choice, and the inputs of its experts."""
@@ -404,7 +406,9 @@ class _Walk:
                 model.check_range(branch[LABELS].cpu(), expert)
         self.labels = conditions.given[LABELS].cpu() if LABELS in conditions.given else None
         if expert is None:
-            self.shares = model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)
+            given, prior = conditions.given, conditions.prior
+            self.shares = model.shares_of(len(self.batch.rows), given, prior)
+            self.seen = model.seen_by_router(given, prior)
         else:
             self.choice = Choice.of(expert, len(model.experts))
             model.check_able(self.choice.weights, conditions.given)
@@ -415,7 +419,8 @@ class _Walk:
             return torch.zeros_like(x)
         model, conditions, t = self.model, self.batch.conditions, now.expand(len(x))
         if self.batch.expert is None and next(self.calls) % self.plan.router_every == 0:
-            self.choice = Choice(model.routed(x, t, self.shares, may_be_nan=not self.is_checked))
+            may_be_nan = not self.is_checked
+            self.choice = Choice(model.routed(x, t, self.shares, self.seen, may_be_nan))
             model.joint.check(self.choice.weights, self.labels)
         assert self.choice is not None
         choice = self.choice

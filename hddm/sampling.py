@@ -356,6 +356,7 @@ def blind_draw(model: Ensemble, conditions: Conditions, shares: Tensor) -> str |
     """Say that the conditions do not choose among the experts of ``shares`` (num, K); None where they do."""
     given = conditions.given
     is_known = conditions.prior is not None or (model.knows_classes and set(given) == {LABELS})
+    is_known = is_known or model.is_seen(given) is not None
     usable = {model.domains[k] for k in shares.sum(0).nonzero()[:, 0].tolist()}
     if not given or is_known or len(usable) < 2:
         return None
@@ -382,13 +383,26 @@ def _chosen(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     if blind is not None:
         # Up to the user: this function, no_grad's wrapper, `batches`, `sample`, its wrapper, the user.
         warnings.warn(blind, stacklevel=6)
-    if plan.picture(0) is not None and model.router is not None:
-        parts = []
-        for rows in torch.arange(num).split(size):
-            x, s = plan.start([numbers[row] for row in rows.tolist()], rows, 0)
-            parts.append(posterior_of(model, x, s, conditions.rows(rows, model.device)))
-        shares = torch.cat(parts)
+    shares = drawn_from(plan, numbers, conditions, size)
     return pick_experts(shares, plan.noise.draws(numbers))
+
+
+@torch.no_grad()
+def drawn_from(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Tensor:
+    """The distribution (num, K) of the expert of each sample, as it is known before the first step.
+
+    A router is asked about pictures, and about conditions that it sees, in batches of ``size``.
+    """
+    model, num = plan.model, len(numbers)
+    given, prior = conditions.given, conditions.prior
+    is_asked = plan.picture(0) is not None or model.is_seen(given, prior) is not None
+    if model.router is None or not is_asked:
+        return model.prior_of(num, given, prior)
+    parts = []
+    for rows in torch.arange(num).split(size):
+        x, s = plan.start([numbers[row] for row in rows.tolist()], rows, 0)
+        parts.append(posterior_of(model, x, s, conditions.rows(rows, model.device)))
+    return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -426,7 +440,8 @@ def sample(
         solver: ``euler``, ``heun`` or ``adams-moulton``.
         guidance_scale: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
-        prior: (num, K) distribution of the expert of each sample, in place of p(k | class).
+        prior: (num, K) distribution of the expert of each sample, in place of p(k | class) and of what a
+            router sees of conditions.
         shift: see `hddm.times.time_grid`; by default the model's.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
             experts can amplify.

@@ -111,7 +111,7 @@ def first_step(
         HddmError: as `Ensemble.velocity`, for conditions and guidance.
     """
     if expert is None:
-        shares = model.prior_of(len(x), conditions.given, conditions.prior)
+        shares = model.begun(x, s, conditions.given, conditions.prior)
     else:
         shares = Choice.of(expert, len(model.experts)).weights
     choice = Choice(model.at(torch.full((len(x),), s, dtype=torch.float64), shares))

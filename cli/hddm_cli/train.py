@@ -97,7 +97,10 @@ def router(
     dry_run: DryRun = False,
     config: Config = None,
 ) -> None:
-    """Train the router, which recognises shards from noisy images."""
+    """Train the router, which recognises shards from noisy images.
+
+    With --condition it sees the class or the caption of an image, too.
+    """
     if dry_run:
         from hddm.training.router import needs_of_router
 
@@ -108,7 +111,7 @@ def router(
     from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
     from hddm.training.loop import summary_of
     from hddm.training.router import train_router
-    from hddm.training.router_accuracy import accuracy_text
+    from hddm.training.router_accuracy import accuracy_text, condition_text
     from hddm.utils.progress import TrainingProgress
     from hddm.utils.records import read_record
 
@@ -119,7 +122,10 @@ def router(
     typer.echo(f"{out}: {summary_of(losses, 'cross-entropy')}")
     record = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
     if len(record.shard_images) > 1:
-        typer.echo(f"{out}: {accuracy_text(record.training['accuracy'])}")
+        accuracy = record.training["accuracy"]
+        typer.echo(f"{out}: {accuracy_text(accuracy)}")
+        if record.condition is not None:
+            typer.echo(f"{out}: {condition_text(accuracy)}")
     if settings.calibrate:
         found = record.calibration
         typer.echo(

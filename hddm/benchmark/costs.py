@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hddm.benchmark.lines import Line, RunCommand, placed
 from hddm.benchmark.steps import Contents, Step
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.condition_names import LABELS
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import read_ensemble_record
@@ -245,7 +245,12 @@ def calibration_flop(step: Step) -> int:
         side = network.config.sample_size
         x = torch.zeros(1, network.config.in_channels, side, side)
         noised: int = router.calibration["noised_images"]
-        return noised * forward_flop(network, x, torch.ones(1))
+        conditions = {}
+        if router.classes:
+            conditions[LABELS] = torch.zeros(1, dtype=torch.long)
+        if network.null_text is not None:
+            conditions[TEXT] = network.null_text[None]
+        return noised * forward_flop(network, x, torch.ones(1), **conditions)
     record = read_expert_record(step.path)
     # One that was trained in was not fitted afterwards.
     if record.training_calibration or not (step.path / CALIBRATION).is_file():

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.condition_names import TEXT
 from hddm.experts.compatibility import (
     candidates_of,
     common_shift,
     compare_experts,
     note_overlaps,
+    router_condition,
     router_outputs,
 )
 from hddm.experts.components import arrange
@@ -48,6 +50,7 @@ from hddm.experts.records import (
     RouterRecord,
     foreign_files,
     open_router,
+    read_nulls,
     read_router,
     weights_in,
 )
@@ -388,6 +391,8 @@ def _with_outputs(experts: Sequence[Expert], folder: Path, found: Findings) -> l
     """The experts with their outputs of a learned router, where these do not follow from their shards."""
     router, known = open_router(folder)
     outputs = router_outputs(experts, known, router.network.config.num_experts, found, str(folder))
+    null_text = read_nulls(folder).get(TEXT)
+    router_condition(experts, known, null_text, found, str(folder))
     if len(outputs) < len(experts):
         return list(experts)
     stated: list[int | None] = list(outputs)

@@ -9,12 +9,19 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+import torch
+from torch import Tensor
+
+from hddm.classes import join_classes
+from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import overlap
+from hddm.experts.ensemble_folders import numbered
 from hddm.experts.expert import Expert
-from hddm.experts.parts import domains_of, vaes_of
+from hddm.experts.parts import domains_of, numbers_of, vaes_of
 from hddm.experts.records import RouterRecord
 from hddm.fit import Candidate, Findings, compare
-from hddm.networks.identity import VaeRecord
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.router_condition import RouterCondition
 
 
 def compare_experts(
@@ -181,6 +188,65 @@ def _output_of(
             expert.name, f"was trained on the shard of output {own} of {name}, not {stated}"
         )
     return own
+
+
+def router_condition(
+    experts: Sequence[Expert],
+    router: RouterRecord,
+    null_text: Tensor | None,
+    found: Findings,
+    name: str = "router",
+) -> RouterCondition | None:
+    """What a router sees of the conditions that these experts take; None where it sees none.
+
+    Classes are matched by name, and the tokens are those of the experts' text encoder of one fingerprint.
+    """
+    if router.condition == "class":
+        names = join_classes(tuple(one.classes for one in experts)).names
+        _compare_router_classes(experts, names, router.classes, found, name)
+        return RouterCondition(LABELS, torch.tensor(len(router.classes)), router.classes)
+    if router.text_encoder is None or null_text is None:
+        return None
+    for number, one in enumerate(numbers_of(experts, "text_encoder").distinct):
+        is_same = isinstance(one, TextEncoderRecord) and (
+            one.fingerprint == router.text_encoder.fingerprint
+        )
+        if is_same:
+            return RouterCondition(TEXT, null_text, given_as=numbered(TEXT, number))
+    found.differ(
+        name,
+        f"sees prompts by a text encoder ({router.text_encoder.fingerprint}) that no expert reads by; train "
+        "it on shards that were encoded with theirs",
+    )
+    return None
+
+
+def _compare_router_classes(
+    experts: Sequence[Expert],
+    names: Sequence[str],
+    known: Sequence[str],
+    found: Findings,
+    router: str,
+) -> None:
+    """Refuse classes without names, or of which the ``router`` sees none; note those that it does not see."""
+    unnamed = [one.name for one in experts if one.record.takes_classes and not one.classes]
+    for one in unnamed:
+        found.differ(
+            one, f"numbers its classes, and {router} sees them by name; name them by `classes`"
+        )
+    unknown = [one for one in names if one not in known]
+    if not names and not unnamed:
+        found.note(f"{router} sees classes, and no expert has any; it is asked without")
+    elif unknown and len(unknown) == len(names):
+        some = ", ".join(known[:5])
+        found.differ(
+            router,
+            f"sees the classes {some}, …, of which no expert has any; rename them by `classes`",
+        )
+    elif unknown:
+        found.note(
+            f"{router} does not see {', '.join(unknown)}; these classes are routed by p(k | class)"
+        )
 
 
 def note_overlaps(experts: Sequence[Expert], found: Findings) -> None:

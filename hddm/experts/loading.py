@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import router_outputs
+from hddm.experts.compatibility import router_condition, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     KEPT,
@@ -242,10 +242,18 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
         known, total, found = router.record, router.config.num_experts, Findings()
         assert isinstance(known, RouterRecord)
         outputs = router_outputs(experts.experts, known, total, found)
+        condition = router_condition(experts.experts, known, router.null_text, found)
         found.refuse(_MISFIT)
         in_order = outputs == list(range(total))
+        is_by_hand = any(one.member.share is not None for one in experts.experts)
         route = Router(
-            router, known.time_scale, known.temperatures, None if in_order else outputs, weights
+            router,
+            known.time_scale,
+            known.temperatures,
+            None if in_order else outputs,
+            weights,
+            condition,
+            known.shard_images if is_by_hand and condition and known.shard_images else None,
         )
     elif router is None and record.router == MOMENTS:
         moments = []

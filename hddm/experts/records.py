@@ -217,10 +217,11 @@ class ExpertRecord(SparseRecord):
         return self.space == "pixels" and self.sample_shape[0] in (1, 3)
 
 
-class RouterRecord(Record):
-    """``router.json``: the shards that a router distinguishes, and its time scale."""
+class RouterRecord(SparseRecord):
+    """``router.json``: the shards that a router distinguishes, its time scale, and the condition it sees."""
 
     oldest = "1.5"
+    sparse = ("condition", "classes", "text_encoder")
     remedy = "train the router anew"
 
     format: str = FORMAT
@@ -233,7 +234,23 @@ class RouterRecord(Record):
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
     calibration: dict[str, Any] = Field(default_factory=dict)
     """The fit of the temperatures, with the expected calibration error before and after."""
+    condition: Literal["class", "text"] | None = None
+    """What it sees of a sample's conditions."""
+    classes: tuple[ComposedName, ...] = ()
+    """Names of the classes that it sees; their number is the label for none."""
+    text_encoder: TextEncoderRecord | None = None
+    """The text encoder whose tokens it sees; those of the empty prompt are in `NULL_FILE`."""
     training: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _says_what_it_sees(self) -> "RouterRecord":
+        has = {"class": bool(self.classes), "text": self.text_encoder is not None}
+        for name, is_there in has.items():
+            if is_there != (self.condition == name):
+                raise ValueError(
+                    "a router has classes if its condition is class, and a text_encoder if it is text"
+                )
+        return self
 
 
 def joint_licence(licences: Iterable[str | None]) -> str | None:
@@ -305,14 +322,23 @@ def remedy(folder: Path) -> str:
 def save_router(folder: Path, network: RouterTransformer, record: RouterRecord) -> None:
     """Write a router into an existing empty ``folder``."""
     network.save_pretrained(folder)
+    if network.null_text is not None:
+        save_file({TEXT: network.null_text.cpu().contiguous()}, folder / NULL_FILE)
     write_json(folder / ROUTER_FILE, record.model_dump(mode="json") | {"format": FORMAT})
-    write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, "config.json"))
+    write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, NULL_FILE, "config.json"))
 
 
 def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """Read a router folder except for its weights; raises as `open_expert`."""
     record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
     unread = unread_network(folder, {RouterTransformer.__name__: lambda: RouterTransformer})
+    config, encoder = unread.network.config, record.text_encoder
+    sees = (len(record.classes) or None, None if encoder is None else encoder.width)
+    if sees != (config.num_classes, config.text_dim):
+        raise HddmError(
+            f"{folder}: router.json says num_classes {sees[0]} and text_dim {sees[1]}, and config.json "
+            f"{config.num_classes} and {config.text_dim}"
+        )
     return unread, record
 
 
@@ -322,9 +348,22 @@ def read_router(
     """Read a router folder; raises as `open_expert`."""
     unread, record = open_router(folder)
     network = unread.load(dtype)
-    refuse_damaged(folder, damage(folder, ROUTER_FILE))
+    refuse_damaged(folder, damage(folder, ROUTER_FILE, (NULL_FILE,)))
     network.record = record
+    if record.text_encoder is not None:
+        network.null_text = _null_text(folder, record.text_encoder)
     return network, record
+
+
+def _null_text(folder: Path, encoder: TextEncoderRecord) -> Tensor:
+    """Tokens (tokens, width) of the empty prompt in a router's folder."""
+    null, shape = read_nulls(folder).get(TEXT), (encoder.tokens, encoder.width)
+    if null is None or tuple(null.shape) != shape:
+        found = "no tokens" if null is None else f"tokens {tuple(null.shape)}"
+        raise HddmError(
+            f"{folder / NULL_FILE}: holds {found} of the empty prompt, not {shape}; {RouterRecord.remedy}"
+        )
+    return null.float()
 
 
 def foreign_files(folder: Path, sha256: Callable[[Path], str]) -> tuple[str, ...]:

@@ -254,18 +254,24 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 
 class RouterBlock(nn.Module):
-    """Self-attention and MLP with adaLN-Zero: each block has its own modulation."""
+    """Self-attention, cross-attention where there is text, and MLP, with adaLN-Zero.
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    Each block has its own modulation. Cross-attention has no norm and no gate, as in `ExpertBlock`.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, reads_text: bool = False) -> None:
         super().__init__()
         self.norm = layer_norm(hidden_size)
         self.attn = Attention(hidden_size, num_heads)
+        self.cross_attn = Attention(hidden_size, num_heads, silent=True) if reads_text else None
         self.mlp = mlp(hidden_size)
         self.adaLN_modulation = nn.Sequential(
             nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0)
         )
 
-    def forward(self, x: Tensor, embedded: Tensor, only_first: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, embedded: Tensor, only_first: bool = False, text: Tensor | None = None
+    ) -> Tensor:
         """Tokens (batch, tokens, hidden_size), or only the first of them."""
         six = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = six
@@ -274,20 +280,27 @@ class RouterBlock(nn.Module):
             x = add_gated(x[:, :1], gate_attn, self.attn(normed[:, :1], normed))
         else:
             x = add_gated(x, gate_attn, self.attn(normed))
+        if self.cross_attn is not None:
+            x = x + self.cross_attn(x, text)
         return add_gated(x, gate_mlp, self.mlp(modulate(self.norm(x), shift_mlp, scale_mlp)))
 
 
 class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Classifier of (x_t, t) over ``num_experts`` shards, from a CLS token.
+    """Classifier of (x_t, t), and of a condition, over ``num_experts`` shards, from a CLS token.
 
-    It is trained on the common path x_t = (1 - t) x_0 + t eps, whatever the experts' schedules, and sees no
-    condition. The CLS token has no position. Parameters are named as in the Paris release; B/2 with 8 experts
-    has 129.14M of them. Sources: DDM (arXiv:2501.05450), section 3.3; Paris (arXiv:2510.03434).
+    It is trained on the common path x_t = (1 - t) x_0 + t eps, whatever the experts' schedules. It sees a
+    condition as `ExpertTransformer` does: with ``num_classes`` an embedding of ``class_labels`` is added to
+    that of time, and label ``num_classes`` is no class; with ``text_dim`` every block attends to
+    ``encoder_hidden_states``. The CLS token has no position. Parameters are named as in the Paris release;
+    B/2 with 8 experts and no condition has 129.14M of them. Sources: DDM (arXiv:2501.05450), section 3.3;
+    Paris (arXiv:2510.03434).
     """
 
     _supports_gradient_checkpointing = True
     record: Record | None = None
     """Of its folder, `hddm.experts.records.RouterRecord`, where it was read from one."""
+    null_text: Tensor | None = None
+    """Tokens (tokens, text_dim) of the empty prompt, where it was read from a folder and sees text."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -299,15 +312,19 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         hidden_size: int = 768,
         depth: int = 12,
         num_heads: int = 12,
+        num_classes: int | None = None,
+        text_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = False
-        side = sample_size // patch_size
+        side, reads_text = sample_size // patch_size, text_dim is not None
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size, side)
         self.pos_embed = nn.Parameter(square_positions(hidden_size, side))
         self.cls_token = nn.Parameter(torch.randn(1, 1, hidden_size) * 0.02)
         self.time_embed = TimeEmbedding(hidden_size)
-        self.layers = nn.ModuleList(RouterBlock(hidden_size, num_heads) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            RouterBlock(hidden_size, num_heads, reads_text) for _ in range(depth)
+        )
         self.head = nn.Sequential(
             linear(hidden_size, hidden_size),
             nn.GELU(approximate="tanh"),
@@ -315,18 +332,39 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             nn.GELU(approximate="tanh"),
             linear(hidden_size, num_experts, std=0),
         )
+        # Last, so that all else begins as in a router without a condition.
+        self.class_embed = nn.Embedding(num_classes + 1, hidden_size) if num_classes else None
+        if self.class_embed is not None:
+            nn.init.normal_(self.class_embed.weight, std=0.02)
+        self.text_proj = linear(text_dim, hidden_size) if text_dim is not None else None
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
-        """Logits (batch, num_experts) of x_t (batch, C, H, W) at ``timestep`` (batch,)."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        class_labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (batch, num_experts) of x_t (batch, C, H, W) at ``timestep`` (batch,).
+
+        With ``num_classes``, integer ``class_labels`` (batch,) are required; with ``text_dim``,
+        ``encoder_hidden_states`` (batch, tokens, text_dim).
+        """
         patches = self.patch_embed(hidden_states) + self.pos_embed
         x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         embedded = self.time_embed(timestep)
+        if self.class_embed is not None:
+            embedded = embedded + self.class_embed(class_labels)
+        text = None
+        if self.text_proj is not None:
+            assert encoder_hidden_states is not None, "this router attends to text"
+            text = self.text_proj(encoder_hidden_states.to(x.dtype))
         for index, layer in enumerate(self.layers, 1):
             # The head reads the CLS token alone, so the last block makes no other.
             last = index == len(self.layers)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = self._gradient_checkpointing_func(layer, x, embedded, last)
+                x = self._gradient_checkpointing_func(layer, x, embedded, last, text)
             else:
-                x = layer(x, embedded, only_first=last)
+                x = layer(x, embedded, only_first=last, text=text)
         logits: Tensor = self.head(x[:, 0])
         return logits

@@ -9,6 +9,7 @@ from torch import Tensor
 from hddm.calibration import MAX_GAIN
 from hddm.condition_names import LABELS
 from hddm.ensemble import Ensemble
+from hddm.noise import Seeded
 from hddm.objective.likelihood import LARGEST, Flow
 from hddm.times import beginner_of
 from hddm.velocity import VelocityField
@@ -25,7 +26,8 @@ def flows_of(
 ) -> tuple[list[Flow], Tensor]:
     """The flows of a model's samples, and the log probability of each for ``num`` images, (flows, num).
 
-    Under ``draw`` each domain has a flow, else the model has one.
+    Under ``draw`` each domain has a flow, else the model has one. A router that sees the conditions says
+    whose they are at the noise of the first ``num`` samples of seed 0.
 
     Args:
         model: under its strategy, which is not ``commit-x``.
@@ -33,6 +35,9 @@ def flows_of(
         num: of images.
     """
     prior = model.prior_of(num, conditions).double().cpu()
+    if model.is_seen(conditions) is not None and model.sample_shape is not None:
+        noise = Seeded(0).initial(range(num), model.sample_shape)
+        prior = model.begun(noise, 1.0, conditions).double()
     labels = conditions.get(LABELS)
 
     def flow_of(experts: Sequence[int], expert: int | None) -> Flow:

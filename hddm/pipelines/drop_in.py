@@ -328,11 +328,16 @@ class DropIn(nn.Module):
         )
         if not is_drawn:
             shares = None if prior is None else run.of_branches(prior, len(x))
+            own = _of_images(conditions, run.images)
+            if model.is_seen(own, prior) is not None:
+                # Guidance moves away from the other branch; the image's own says whose it is.
+                conditions = {name: run.of_branches(one, len(x)) for name, one in own.items()}
             return model.weights(x, times, conditions=conditions, prior=shares)
         if run.expert is None:
             time = 1.0 if commits is None else float(times[0])
-            own = Conditions(_of_images(conditions, run.images), prior=prior)
-            run.expert = pick_experts(posterior_of(model, x[: run.images], time, own), run.places)
+            asked = Conditions(_of_images(conditions, run.images), prior=prior)
+            posterior = posterior_of(model, x[: run.images], time, asked)
+            run.expert = pick_experts(posterior, run.places)
         return model.weights(x, times, run.of_branches(run.expert, len(x)))
 
     def _generation_of(
@@ -366,7 +371,8 @@ class DropIn(nn.Module):
     def _begin(self, run: Generation, conditions: Mapping[str, Tensor]) -> Generation:
         """Begin a generation: what its prompts say of the experts is asked once."""
         model = self.model
-        router = model.prompt_router if TEXT in conditions else None
+        is_seen = model.is_seen(_of_images(conditions, run.images)) is not None
+        router = model.prompt_router if TEXT in conditions and not is_seen else None
         if self._prompts is not None and router is not None:
             pooled = self._prompts.pooled(conditions, run.images)
             width = next(one.topic.means.shape[1] for one in model.parts if one.topic is not None)

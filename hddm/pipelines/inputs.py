@@ -233,8 +233,16 @@ class Encoding(Offloading):
         """The classes that prompts name, for experts that take no text, and p(k | prompt).
 
         ``pooled`` are the prompts' embeddings for topics. With ``has_labels`` the classes are known already.
+        p(k | prompt) is None where the router sees what the prompt says: its text, or where nobody else reads
+        text the class that it names. The router was trained on pairs of images and conditions, which says
+        more than topics and counts.
         """
         ensemble, takes_classes = self.ensemble, self._takes_classes
+        sees = ensemble.router_condition
+        sees_text = sees is not None and sees.name == TEXT
+        sees_class = sees is not None and sees.name == LABELS and not self.readers
+        if sees_text:
+            pooled = None
         if pooled is None and not takes_classes.any():
             return None, None
         rows = ensemble.prior.expand(len(texts), -1)
@@ -246,6 +254,9 @@ class Encoding(Offloading):
         if not takes_classes.any() or has_labels:
             return None, None if pooled is None else rows
         labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
+        if sees_text and self._reads_text.any():
+            # Experts of classes are able where a class is named (`Parts.able`), which no share need say.
+            return labels, None
         is_named = (labels < len(ensemble.classes))[:, None]
         by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
         # Class experts without a topic share their part of the images among those that know the class.
@@ -266,7 +277,8 @@ class Encoding(Offloading):
                 raise HddmError(
                     f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"
                 )
-        return labels, rows / rows.sum(1, keepdim=True) if rows.shape[1] > 1 else None
+        has_shares = rows.shape[1] > 1 and not sees_class
+        return labels, rows / rows.sum(1, keepdim=True) if has_shares else None
 
 
 def _texts_of(prompt: str | Sequence[str] | None, name: str) -> list[str] | None:

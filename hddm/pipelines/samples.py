@@ -32,7 +32,7 @@ from hddm.pipelines.picture_texts import KEY, PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.running import Batch, Plan, run
-from hddm.sampling import batches
+from hddm.sampling import batches, drawn_from
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
@@ -280,10 +280,8 @@ class Run:
             own = range(start, min(start + ROUND, numbers.stop))
             conditions = self.cycles.cycled(own)
             if self.how.expert is None:
-                prior = self.pipeline.ensemble.prior_of(
-                    len(own), conditions.given, conditions.prior
-                )
-                self.expected += prior.sum(0)
+                size = self.settings.batch_size
+                self.expected += drawn_from(self.how, own, conditions, size).sum(0)
             found = batches(self.how, own, conditions, self.settings.batch_size)
             for place, batch in enumerate(found):
                 yield f"{start:05d}-{place:05d}", batch

@@ -64,6 +64,7 @@ _IDENTITY = (
     "rotary",
     "class_conditional",
     "text_conditional",
+    "condition",
     "lora_rank",
     "lora_alpha",
     "teacher",

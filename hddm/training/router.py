@@ -17,13 +17,16 @@ from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
 from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, Training
 from hddm.training.needs import needs_of_training
+from hddm.training.objectives import conditions_in
 from hddm.training.resume import recipe_before, recipe_of_resumed
 from hddm.training.router_accuracy import (
     Evidence,
     accuracy_of,
     held_out_evidence,
     is_better_than_chance,
+    with_and_without,
 )
+from hddm.training.router_conditions import conditions_of
 from hddm.training.router_temperatures import calibrate_router
 from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
 from hddm.training.watching import watching
@@ -38,6 +41,8 @@ log = logging.getLogger(__name__)
 
 HELD_OUT_SHARE = 0.15
 """Share of a shard that is kept to fit temperatures to."""
+DROPPED = 0.1
+"""Share of the images whose condition a router that sees conditions is trained without."""
 
 
 def train_router(
@@ -55,13 +60,20 @@ def train_router(
 
     With ``settings.calibrate`` a part of every shard is kept from training to fit temperatures
     (`calibrate_router`). Accuracy is measured on held-out images of the partition, else on those kept for the
-    temperatures, else on the training images, and recorded; no better than chance is a warning. Arguments are
-    those of `hddm.training.expert.train_expert`, with partitions, encoded or not; outputs are in the order of
-    their shards.
+    temperatures, else on the training images, and recorded; no better than chance is a warning.
+
+    With ``settings.condition`` the router sees the class or the caption of an image too, and its optimum is
+    p(k | x_t, t, c). A tenth of the images have the null condition (`DROPPED`), so that it is p(k | x_t, t)
+    as well. Classes of several partitions are joined by name. What the condition is worth is recorded
+    (`with_and_without`).
+
+    Arguments are those of `hddm.training.expert.train_expert`, with partitions, encoded or not; outputs are
+    in the order of their shards.
 
     Raises:
-        HddmError: for shards that are unreadable, equal, or differ in shape or VAE, held-out images that are
-            unreadable, a run that differs from the one to be resumed, or losses that are not finite.
+        HddmError: for shards that are unreadable, equal, or differ in shape or VAE, or lack the condition,
+            held-out images that are unreadable, a run that differs from the one to be resumed, or losses that
+            are not finite.
         Stopped: after a signal, with the run saved.
     """
     before = recipe_before(out, ROUTER_FILE, run, overwrite)
@@ -89,12 +101,21 @@ def router_training(
     if recipe.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
     held, rows = rows[fresh], rows[~fresh]
+    sees = None if recipe.condition is None else conditions_of(shards, recipe.condition)
+    classes = () if sees is None else sees.classes
     source, own = ("images kept from training", held) if len(held) else ("training images", rows)
-    evidence = held_out_evidence(shards) or Evidence(stored, own, labels[own], source)
-    shape = shards[0].shape
-    network = new_network(
-        RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards)
+    evidence = held_out_evidence(shards, recipe.condition, classes) or Evidence(
+        stored, own, labels[own], source, sees
     )
+    shape = shards[0].shape
+    arguments: dict[str, Any] = {"num_experts": len(shards)}
+    if classes:
+        arguments["num_classes"] = len(classes)
+    if sees is not None and sees.texts is not None:
+        arguments["text_dim"] = sees.null.shape[-1]
+    network = new_network(RouterTransformer, recipe.size, shape, recipe.seed, **arguments)
+    if sees is not None and sees.texts is not None:
+        network.null_text = sees.null
 
     def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         number = len(chosen)
@@ -102,28 +123,42 @@ def router_training(
         x_0 = stored.take(rows[chosen], noise, flip, own)
         t = torch.rand(number, generator=noise)[own]
         eps = torch.randn(number, *x_0.shape[1:], generator=noise)[own]
-        return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen[own]]]}
+        mine = rows[chosen[own]]
+        inputs = {"x_0": x_0, "eps": eps, "t": t, "shard": labels[mine]}
+        if sees is not None:
+            dropped = (torch.rand(number, generator=noise) < DROPPED)[own]
+            inputs |= sees.dropped(sees.take(mine), dropped)
+        return inputs
 
     def loss(module: nn.Module, inputs: StepInputs) -> Tensor:
         wide = append_dims(inputs["t"], inputs["x_0"].ndim)
         x_t = (1 - wide) * inputs["x_0"] + wide * inputs["eps"]
-        logits = module(x_t, inputs["t"] * TIME_SCALE)
+        logits = module(x_t, inputs["t"] * TIME_SCALE, **conditions_in(inputs))
         return F.cross_entropy(logits.float(), inputs["shard"], reduction="none")
 
     def write(draft: Path, fitted: Fitted) -> None:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
 
-        def logits(x: Tensor, time: Tensor) -> Tensor:
-            found: Tensor = network(x.to(fitted.device), time.to(fitted.device))
+        def logits(x: Tensor, time: Tensor, **conditions: Tensor) -> Tensor:
+            given = {name: one.to(fitted.device) for name, one in conditions.items()}
+            found: Tensor = network(x.to(fitted.device), time.to(fitted.device), **given)
             return found.cpu()
+
+        def given(places: Tensor) -> Mapping[str, Tensor]:
+            return {} if sees is None else sees.take(held[places])
 
         with placed(network, fitted.device), Progress(None, "measure and calibrate"):
             accuracy = accuracy_of(logits, evidence, recipe.seed)
+            if sees is not None:
+                shares = sees.class_shares(labels, len(shards))
+                accuracy |= with_and_without(logits, evidence, recipe.seed, shares)
             if recipe.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
                 images, origin = stored.take(held, None, None), labels[held]
-                temperatures, figures = calibrate_router(logits, images, origin, recipe.seed)
+                temperatures, figures = calibrate_router(
+                    logits, images, origin, recipe.seed, given=given
+                )
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
@@ -137,6 +172,9 @@ def router_training(
             shard_images=tuple(len(shard) for shard in shards),
             temperatures=temperatures,
             calibration=calibration,
+            condition=recipe.condition,
+            classes=classes,
+            text_encoder=None if sees is None else sees.text_encoder,
             training=fitted.record(recipe) | {"accuracy": accuracy},
         )
         save_router(draft, network, record)

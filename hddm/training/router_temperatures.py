@@ -5,7 +5,7 @@ trained on. The order of the experts, and so top-1, does not change; strategies 
 probability do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +25,34 @@ KNOTS = 5
 ECE_BINS = 15
 
 
+Given = Callable[[Tensor], Mapping[str, Tensor]]
+"""Conditions (n, …) of images by their indices (n,), as keywords of a router's network."""
+
+
+def no_condition(rows: Tensor) -> Mapping[str, Tensor]:
+    """The conditions of a router that sees none."""
+    return {}
+
+
 def calibrate_router(
-    network: Callable[[Tensor, Tensor], Tensor],
+    network: Callable[..., Tensor],
     images: Tensor,
     labels: Tensor,
     seed: int = 0,
     knots: int = KNOTS,
+    given: Given = no_condition,
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Fit temperatures of a router to fresh images, and measure its calibration without and with them.
 
-    ``network(x_t, t × TIME_SCALE)`` gives logits (batch, K). The router was trained on none of ``images`` (N,
-    C, H, W), which are of the shards in ``labels`` (N,). The ``knots`` temperatures are at times spread
-    evenly over [0, 1].
+    ``network(x_t, t × TIME_SCALE)`` gives logits (batch, K), and takes the conditions ``given``. The router
+    was trained on none of ``images`` (N, C, H, W), which are of the shards in ``labels`` (N,). The ``knots``
+    temperatures are at times spread evenly over [0, 1].
 
     The record that is returned with them holds expected calibration error and cross-entropy, before and
     after. Figures "after" are cross-fitted: each half of the images is judged by temperatures fitted to the
     other. The temperatures returned are fitted to all.
     """
-    noised = noised_logits(network, images, labels, seed)
+    noised = noised_logits(network, images, labels, seed, given=given)
     # Dealt in the order of the labels, so that each half has its share of every shard.
     half = torch.empty_like(labels).index_put_(
         (labels.argsort(stable=True),), torch.arange(len(labels)) % 2
@@ -129,12 +139,13 @@ class Noised:
 
 @torch.no_grad()
 def noised_logits(
-    network: Callable[[Tensor, Tensor], Tensor],
+    network: Callable[..., Tensor],
     images: Tensor,
     labels: Tensor,
     seed: int,
     at_least: int = NOISED,
     batch_size: int = 512,
+    given: Given = no_condition,
 ) -> Noised:
     """Return logits of noised images, each image equally often, at times spread evenly over [0, 1]."""
     draws = generator(seed, Use.ROUTER_CALIBRATION)
@@ -145,7 +156,6 @@ def noised_logits(
     for rows, times in zip(image.split(batch_size), t.split(batch_size), strict=True):
         x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
         eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
-        logits.append(
-            network((1 - wide) * x_0 + wide * eps, (times * TIME_SCALE).to(images)).double()
-        )
+        x_t, timestep = (1 - wide) * x_0 + wide * eps, (times * TIME_SCALE).to(images)
+        logits.append(network(x_t, timestep, **given(rows)).double())
     return Noised(torch.cat(logits), t, labels[image], image)

@@ -37,6 +37,7 @@ from hddm.utils.records import (
 )
 
 Weighting = Literal["prediction", "velocity"]
+RouterConditionName = Literal["class", "text"]
 TimeSampling = Literal["uniform", "logit-normal"]
 Size = Annotated[str, AfterValidator(lambda name: size_config(name) and name)]
 # Options of the command line are words.
@@ -157,6 +158,8 @@ class RouterFields(LoopFields[Open], Generic[Open]):
     """Mirror half of the images at random."""
     calibrate: bool = False
     """Hold out 15 % of every shard and fit temperatures on it."""
+    condition: RouterConditionName | None = None
+    """Condition that the router sees: the class, or the text of captions. Default: none."""
 
 
 class DistillFields(DenoiserFields[Open], Generic[Open]):

@@ -141,7 +141,7 @@ def test_samples_follow_the_networks_own_ode(made: Converted) -> None:
     samples = library.sample(
         library.load(made.expert), 2, steps=2, shift=1.0, solver="euler", **given
     )
-    x = library.running.Seeded(0).initial(range(2), (4, SIDE, SIDE))
+    x = library.noise.Seeded(0).initial(range(2), (4, SIDE, SIDE))
     for t in (1.0, 0.5):
         x = x - 0.5 * velocity_by_hand(made.network, x, torch.full((2,), t), given)
     assert _is_close(samples, x)
