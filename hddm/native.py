@@ -9,8 +9,9 @@ flow expert runs on evenly spaced times.
     unipc         UniPC of second order (arXiv:2302.04867)
     flow-euler    Euler's method, for flow experts alone
 
-Each calls the network once per step. A schedule of continuous time is read at 1,000 of its times. Pixels are
-kept in [-1, 1] as diffusers' pipelines of pixels do: clipped by DDIM, thresholded by the others.
+Each calls the network once per step. A schedule of continuous time is read at about 1,000 of its times.
+Pixels are kept in [-1, 1] as diffusers' pipelines of pixels do: clipped by DDIM, thresholded by the others;
+not where the expert's own data have another scale.
 """
 
 from collections.abc import Callable
@@ -40,10 +41,33 @@ TIMES = 1000
 _MULTISTEP = {"dpmsolver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}
 
 
-def refuse_native(field: VelocityField, name: NativeName) -> None:
-    """Raise an `HddmError` for an expert that has no native sampler of this ``name``."""
+def refuse_native(field: VelocityField, name: NativeName, steps: int) -> None:
+    """Raise an `HddmError` for an expert that has no native sampler of this ``name`` and of these steps."""
     is_flow = isinstance(field.schedule, LinearSchedule)
     refuse_kind(name, is_flow, field.sampling_steps, field.noise_range)
+    if is_flow:
+        return
+    if field.prediction_type not in _NAMES:
+        raise HddmError(
+            f"`native` {name}: an expert of DDPM predicts {field.prediction_type.value} here, which "
+            "diffusers' schedulers do not read; drop it"
+        )
+    if not isinstance(field.schedule, DiscreteSchedule):
+        return
+    total = len(field.schedule.betas)
+    if steps > total:
+        raise HddmError(f"`native` {name}: takes at most {total} steps, not {steps}")
+    if name == "ddim" and total % steps:
+        # Its steps are of one length, and those of other numbers do not meet the times that are called.
+        known = [number for number in range(1, total + 1) if total % number == 0]
+        near = sorted(known, key=lambda number: abs(number - steps))[:2]
+        shown = " or ".join(map(str, sorted(near)))
+        raise HddmError(f"`native` ddim: steps must divide {total}, not {steps}; choose {shown}")
+    if field.schedule.betas[-1] == 1 and (name != "ddim" or field.prediction.is_of_noise):
+        raise HddmError(
+            f"`native` {name}: this schedule ends without any signal, which the sampler cannot begin with; "
+            "use hddm's own"
+        )
 
 
 def refuse_kind(
@@ -85,11 +109,12 @@ def native_samples(
     Raises:
         HddmError: as `refuse_native`, and for guidance that a native sampler does not have.
     """
-    refuse_native(field, name)
+    refuse_native(field, name, steps)
     guidance = inputs.guidance
     if guidance.by_weak or guidance.rescale or guidance.interval != (0.0, 1.0):
         raise HddmError(f"`native` {name}: has plain guidance by condition alone")
-    scheduler, times = _scheduler(field, name, is_pixels)
+    bounds = is_pixels and field.path_units.is_common
+    scheduler, times = _scheduler(field, name, steps, bounds)
     scheduler.set_timesteps(steps, device=noise.device)
     x = noise
     acts = guidance.acts(torch.ones(len(x)))
@@ -106,14 +131,14 @@ def native_samples(
 
 
 def _scheduler(
-    field: VelocityField, name: NativeName, is_pixels: bool
+    field: VelocityField, name: NativeName, steps: int, is_bounded: bool
 ) -> tuple[Any, Callable[[Any, int], Tensor]]:
     """Diffusers' scheduler, and the expert's own time of its step with a number, in float64."""
     if isinstance(field.schedule, LinearSchedule):
 
         def flow_time(scheduler: Any, number: int) -> Tensor:
             sigma: Tensor = scheduler.sigmas[number]
-            return sigma.double().cpu()
+            return sigma.cpu().double()
 
         if name in _MULTISTEP:
             made = _MULTISTEP[name](
@@ -122,7 +147,7 @@ def _scheduler(
         else:
             made = FlowMatchEulerDiscreteScheduler()
         return made, flow_time
-    betas, own = _betas_and_times(field)
+    betas, own = _betas_and_times(field, steps)
     options: dict[str, Any] = {
         "num_train_timesteps": len(betas),
         "trained_betas": betas.tolist(),
@@ -134,8 +159,8 @@ def _scheduler(
         return own[int(scheduler.timesteps[number])]
 
     if name == "ddim":
-        return DDIMScheduler(**options, clip_sample=is_pixels, set_alpha_to_one=True), ddpm_time
-    return _MULTISTEP[name](**options, thresholding=is_pixels), ddpm_time
+        return DDIMScheduler(**options, clip_sample=is_bounded, set_alpha_to_one=True), ddpm_time
+    return _MULTISTEP[name](**options, thresholding=is_bounded), ddpm_time
 
 
 _NAMES = {
@@ -145,13 +170,18 @@ _NAMES = {
 }
 
 
-def _betas_and_times(field: VelocityField) -> tuple[Tensor, Tensor]:
+def _betas_and_times(field: VelocityField, steps: int) -> tuple[Tensor, Tensor]:
     """Betas of the expert's schedule, and its own times of them."""
     schedule = field.schedule
     if isinstance(schedule, DiscreteSchedule):
         return schedule.betas.double(), torch.arange(len(schedule.betas), dtype=torch.float64)
-    # In the middle of 1,000 parts: at the end itself there is no signal.
-    times = schedule.end * (torch.arange(TIMES, dtype=torch.float64) + 0.5) / TIMES
+    # As many as the steps divide. In the middle of parts: at the end itself there may be no signal.
+    number = steps * max(round(TIMES / steps), 1)
+    low = float(
+        schedule.match(torch.tensor(field.range[0], dtype=torch.float64), field.path_units.scale)
+    )
+    parts = (torch.arange(number, dtype=torch.float64) + 0.5) / number
+    times = low + (schedule.end - low) * parts
     alpha, sigma = schedule.alpha_sigma(times)
     kept = alpha**2 / (alpha**2 + sigma**2)
     before = torch.cat([kept.new_ones(1), kept[:-1]])

@@ -179,9 +179,8 @@ def plan(
     check_effects(model, chosen, expert, guidance, router_every)
     first = picture(expert or 0)
     if native is not None:
-        check_native(
-            model, native, expert, first, {"solver": solver, "shift": shift, "times": times}
-        )
+        others = {"solver": solver, "shift": shift, "times": times}
+        check_native(model, native, expert, first, steps or DEFAULT_STEPS, others)
     solver_name, solver = resolve_solver(model, solver, first)
     solver_name = native or solver_name
     if times is None:
@@ -224,6 +223,7 @@ def check_native(
     name: NativeName,
     expert: int | None,
     picture: Picture | None,
+    steps: int,
     others: Mapping[str, object],
 ) -> None:
     """Raise an `HddmError` for a native sampler beside ``others`` that are set, and as `refuse_native`."""
@@ -234,7 +234,7 @@ def check_native(
         refuse_native_mix(name, model.strategy)
     for k, one in enumerate(model.experts):
         if expert in (None, k):
-            refuse_native(one, name)
+            refuse_native(one, name, steps)
 
 
 def refuse_beside_native(name: NativeName, others: Mapping[str, object]) -> None:

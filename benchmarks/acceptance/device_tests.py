@@ -19,9 +19,13 @@ def device_tests(kit: Kit) -> Result:
     chosen = ["-m", "gpu", "tests"] if kit.is_gpu else ["-m", "not gpu and not slow", ON_CPU]
     options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "cli")))}
-    subprocess.run(
+    # A report of an earlier start must not speak for one that dies.
+    report.unlink(missing_ok=True)
+    ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *chosen], cwd=ROOT, env=environment, check=False
     )
+    if ended.returncode not in (0, 1) or not report.exists():
+        raise RuntimeError(f"pytest ended with {ended.returncode} and tells nothing of the tests")
     passed, failed, skipped = counted(report)
     figures = [
         at_most("tests that fail", len(failed), 0),

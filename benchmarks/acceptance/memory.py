@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import hddm
-from benchmarks.acceptance.checkpoints import be_exact, release
+from benchmarks.acceptance.checkpoints import be_exact, kept_expert, release
 from benchmarks.acceptance.stages import Kit
 from benchmarks.figures import Result, at_most, told
 from benchmarks.full_size import MODELS, SD_BETAS
@@ -56,9 +56,10 @@ class Taken:
 def sdxl_shapes(kit: Kit) -> Result:
     """Make a picture by diffusers, by diffusers with slicing and tiling, and by hddm."""
     be_exact()
-    folder, expert = kit.work / "sdxl-shapes" / "pipeline", kit.work / "sdxl-shapes" / "expert"
     side = 128 if kit.is_gpu else 8
     dtype = torch.bfloat16 if kit.is_gpu else torch.float32
+    place = kit.work / f"sdxl-shapes-{side}-{str(dtype)[6:]}"
+    folder, expert = place / "pipeline", kept_expert(place, "random weights")
     build(folder, side, dtype, kit.is_gpu)
     if not expert.exists():
         hddm.convert(folder, expert, verify=False)

@@ -32,6 +32,7 @@ from hddm.experts.ensemble_folders import (
     ROUTER,
     EnsembleRecord,
     Member,
+    ReliabilityRecord,
     bases_of,
     components_in,
     name_of,
@@ -315,6 +316,7 @@ def write_ensemble(
         experts=tuple(one.member for one in experts),
         router=routing.name,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
+        reliability=_kept_weights(before, len(experts), routing, found),
         strategy=strategy,
         shift=shift,
     )
@@ -338,6 +340,22 @@ def write_ensemble(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(path, target)
     return tuple(found.notes)
+
+
+def _kept_weights(
+    before: Changed | None, number: int, routing: Routing, found: Findings
+) -> ReliabilityRecord | None:
+    """The weights by noise level of a changed ensemble, where experts and router stay; else a note."""
+    known = None if before is None else before.record.reliability
+    if before is None or known is None:
+        return None
+    if len(before.kept) == len(before.experts) == number and routing.name == before.record.router:
+        return known
+    found.note(
+        "the weights by noise level were measured for other experts, or another router, and are left out; "
+        "hddm calibrate ENSEMBLE --data IMAGES measures them again"
+    )
+    return None
 
 
 def _num_kept(before: Changed | None) -> int:

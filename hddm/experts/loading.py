@@ -208,6 +208,9 @@ def _subset(
     changes: dict[str, Any] = {"experts": tuple(one.member for one in experts)}
     if strategy.kind == "top" and strategy.value > number:
         changes["strategy"] = f"top-{number}"
+    if record.reliability is not None:
+        rows = [tuple(row[k] for k in chosen) for row in record.reliability.weights]
+        changes["reliability"] = record.reliability.model_copy(update={"weights": tuple(rows)})
     return record.model_copy(update=changes), renamed
 
 

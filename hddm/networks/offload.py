@@ -137,11 +137,19 @@ class Shelf:
         """Say which networks the present step runs, in this order."""
         with self.lock:
             self._in_step = networks
+            self._forget_unexpected()
 
     def expect_batches(self, networks: Sequence["StoredNetwork"]) -> None:
         """Say which networks the next batches of samples run, in this order."""
         with self.lock:
             self._in_batches = networks
+            self._forget_unexpected()
+
+    def _forget_unexpected(self) -> None:
+        """Drop what a run that ended early had brought ahead."""
+        for network in list(self._arriving):
+            if network not in self._in_step and network not in self._in_batches:
+                self.forget(network)
 
     def forget(self, network: "StoredNetwork") -> None:
         """Remove ``network`` from the device, if it is there or on its way."""
@@ -159,8 +167,10 @@ class Shelf:
         with self.lock:
             torch.cuda.synchronize(device)
             # It computes, too.
-            while self._present and free_memory(device) < 1.25 * size:
-                self.forget(next(iter(self._present)))
+            for network in [*self._arriving, *self._present]:
+                if free_memory(device) >= 1.25 * size:
+                    break
+                self.forget(network)
 
     def is_present(self, network: "StoredNetwork") -> bool:
         """True if the weights of ``network`` are on its device, or on their way to it."""

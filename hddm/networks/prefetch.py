@@ -61,10 +61,12 @@ class Arrival:
     def _fetched(self) -> tuple[list[Named], torch.cuda.Event | None]:
         if self._device.type != "cuda":
             return list(self._fetch()), None
+        # The thread is new: without this it would make a context on the first GPU.
+        torch.cuda.set_device(self._device)
         for event in self._after:
             event.synchronize()
         stream = _copying(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             tensors = list(self._fetch())
             return tensors, stream.record_event()
 

@@ -52,7 +52,8 @@ def flows_of(
             gaussians.append(None if one.calibration is None else one.calibration.moments)
         end = max(_end_of(one) for one in beginners)
         shares = prior[:, list(experts)].T
-        return Flow(velocity, end, gaussians, shares / shares.sum(0), labels)
+        total = shares.sum(0)
+        return Flow(velocity, end, gaussians, shares / torch.where(total > 0, total, 1), labels)
 
     domains = dict[int, list[int]]()
     for k, domain in enumerate(model.domains):

@@ -49,6 +49,10 @@ class LikelihoodSettings:
     """Random signs by which a trace is estimated, where it is not exact."""
     exact_dimensions: int = EXACT_DIMENSIONS
 
+    def probes_of(self, dimensions: int) -> int:
+        """Rows of a likelihood of samples of so many dimensions: one for an exact trace."""
+        return self.probes if dimensions > self.exact_dimensions else 1
+
     def __post_init__(self) -> None:
         if not 0 < self.smallest < LARGEST:
             text = f"must be above 0 and below {LARGEST}"

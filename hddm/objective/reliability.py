@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import minimize, nnls
 from torch import Tensor
 
+from hddm.condition_names import LABELS
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import (
     RELIABILITY,
@@ -18,7 +19,7 @@ from hddm.experts.ensemble_folders import (
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
 from hddm.objective.errors import noise_of
-from hddm.objective.scores import HeldOut
+from hddm.objective.scores import HeldOutImages
 from hddm.reliability import ReliabilityRouter
 from hddm.settings import CalibrationSettings
 from hddm.utils.errors import HddmError, UsageError
@@ -122,6 +123,10 @@ def measured_weights(
         HddmError: for experts that share t among them, and as `best_weights`.
     """
     refuse_shared_noise(model.num_domains, len(model.experts))
+    if LABELS in conditions and bool((model.prior_of(len(samples), conditions) == 0).any()):
+        raise HddmError(
+            "experts that know different classes are not weighed: each has to denoise every image of `data`"
+        )
     weights = []
     with Progress(len(TIMES) * len(samples), "weigh experts") as advance:
         for time in TIMES:
@@ -150,7 +155,7 @@ def weigh_experts(
 
     Args:
         folder: of the ensemble, which is replaced as a whole.
-        data: held-out images, as `hddm.objective.scores.HeldOut` reads them.
+        data: held-out images, as `hddm.objective.scores.HeldOutImages` reads them.
         seed: of the noise.
         device: that experts run on.
         most: images that are used, spread evenly over all.
@@ -163,7 +168,7 @@ def weigh_experts(
     assert isinstance(model, Ensemble)
     if not model.are_alike():
         raise HddmError(f"{folder}: these experts are drawn and never mixed, so nothing is weighed")
-    held_out = HeldOut.read(data)
+    held_out = HeldOutImages.read(data)
     held_out.check(model)
     is_routed = record.router not in (None, RELIABILITY)
     if isinstance(model.router, ReliabilityRouter):

@@ -15,6 +15,7 @@ from hddm.data.shard_records import holds_shard
 from hddm.data.shards import TokenStore, open_shard
 from hddm.ensemble import Ensemble
 from hddm.evaluation.images import read_data
+from hddm.experts.ensemble_folders import read_ensemble_record
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
 from hddm.objective.errors import TIMES, velocity_errors
@@ -33,14 +34,14 @@ from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import check_result_file, write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.records import model_hash
+from hddm.utils.records import ENSEMBLE_FILE, model_hash
 from hddm.utils.tensors import available_device
 
 _PACKAGES = ("hddm-diffusion", "torch", "numpy")
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutImages:
     """Held-out samples, in the units of models, and what is known of each."""
 
     path: Path
@@ -52,7 +53,7 @@ class HeldOut:
     are_pixels: bool
 
     @classmethod
-    def read(cls, path: Path) -> "HeldOut":
+    def read(cls, path: Path) -> "HeldOutImages":
         """Samples of a shard, of a partition's held-out images, or of a folder of images.
 
         Raises `HddmError` as `hddm.data.shards.open_shard` and `hddm.evaluation.images.read_data`.
@@ -136,9 +137,14 @@ def score_held_out(
         why = why_unscored(name)
         if why:
             raise UsageError(f"`strategy` {name}: {why}; score full and draw")
+    if not settings.likelihood_images and "draw" in (settings.strategies or (_strategy_of(model),)):
+        raise UsageError(
+            "`likelihood_images` 0: samples of `strategy` draw have a likelihood and no errors, so nothing "
+            "is left to score; allow some images, or score another strategy"
+        )
     device = available_device(settings.device)
     loaded = load(model, device=device)
-    data = HeldOut.read(held_out)
+    data = HeldOutImages.read(held_out)
     rows = evenly_spaced(data.samples, settings.num_images)
     few = evenly_spaced(data.samples, settings.likelihood_images)[: settings.likelihood_images]
     scores = []
@@ -149,7 +155,7 @@ def score_held_out(
         data.check(one.model)
     with Progress(len(planned) * (len(rows) * len(TIMES) + 20 * len(few)), "score") as advance:
         for one in planned:
-            measured = _Measured(one.model, data, settings, advance)
+            measured = _Scored(one.model, data, settings, advance)
             strategy = "" if len(one.model.experts) == 1 else one.model.strategy
             scores.append(
                 StrategyScores(
@@ -177,12 +183,20 @@ def score_held_out(
     return result
 
 
+def _strategy_of(model: Path) -> str:
+    """The strategy that an ensemble's folder recommends; empty for an expert."""
+    if not (model / ENSEMBLE_FILE).exists():
+        return ""
+    record = read_ensemble_record(model)
+    return record.strategy if len(record.experts) > 1 else ""
+
+
 @dataclass(frozen=True)
-class _Measured:
+class _Scored:
     """A model under a strategy, and the images that it is scored on."""
 
     model: Ensemble
-    data: HeldOut
+    data: HeldOutImages
     settings: ObjectiveSettings
     advance: Progress
 
@@ -220,6 +234,25 @@ class _Measured:
                 self.advance(len(part))
         return tuple(LevelScore(t=time, by_image=tuple(errors)) for time, errors in by_time.items())
 
+    def _density(
+        self,
+        flow: int,
+        share: Tensor,
+        part: Tensor,
+        conditions: dict[str, Tensor],
+        how: LikelihoodSettings,
+    ) -> Tensor:
+        """Log p of these images under one flow (probes, n); -inf where it never makes images like them."""
+        here = share.isfinite().nonzero()[:, 0]
+        probes = how.probes_of(self.data.samples[0].numel())
+        found = torch.full((probes, len(part)), -torch.inf, dtype=torch.float64)
+        if len(here):
+            own = {name: value[here.to(value.device)] for name, value in conditions.items()}
+            flows, _ = flows_of(self.model, own, len(here))
+            samples, numbers = self.data.samples[part[here]], part[here].tolist()
+            found[:, here] = log_likelihood(flows[flow], samples, numbers, self.settings.seed, how)
+        return found
+
     def bits(self, rows: Tensor) -> BitsScore | None:
         """Bits per dimension of these images; None without any."""
         if not len(rows):
@@ -228,12 +261,11 @@ class _Measured:
         dimensions = self.data.samples[0].numel()
         bits, errors = [], []
         for part, conditions in self._batches(rows):
-            flows, shares = flows_of(self.model, conditions, len(part))
-            samples, numbers = self.data.samples[part], part.tolist()
-            densities = []
-            for flow in flows:
-                densities.append(log_likelihood(flow, samples, numbers, self.settings.seed, how))
+            _, shares = flows_of(self.model, conditions, len(part))
             # (flows, probes, n); flows that differ by their probes alone are averaged last.
+            densities = [
+                self._density(k, share, part, conditions, how) for k, share in enumerate(shares)
+            ]
             total = (torch.stack(densities) + shares[:, None]).logsumexp(0)
             found = bits_per_dimension(total, dimensions, self.data.are_pixels)
             bits += found.mean(0).tolist()

@@ -11,7 +11,7 @@ import hddm
 from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
 from hddm.noise import Seeded
-from hddm.schedules import from_diffusers
+from hddm.schedules import EDMSchedule, from_diffusers
 from hddm.settings import NativeName
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -19,6 +19,7 @@ from tests.artefacts import Command
 from tests.cases import LINEAR, Case, case_named, in_parts, oracle_field
 from tests.checkpoint_files import plain_unet
 from tests.ensemble_files import flow_expert, write_ensemble
+from tests.method.test_units import edm_network
 from tests.oracles import GaussianMixture
 
 SHAPE = (2, 2, 2)
@@ -91,6 +92,15 @@ def test_a_network_of_diffusers_gives_what_its_scheduler_gives(name: NativeName)
     torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["ddim", "unipc"])
+def test_experts_of_edm_begin_with_all_of_their_noise(name: NativeName) -> None:
+    schedule = EDMSchedule(0.002, 80.0, 0.5)
+    network = edm_network(DATA, 0.5, -1.0)
+    field = VelocityField(network, schedule, "v_prediction", sample_shape=SHAPE, time_scale=1.0)
+    found = hddm.sample(field, NUM, 0, 250, native=name, batch_size=NUM)
+    assert (found - _exact()).square().mean().sqrt() < 0.06
+
+
 def test_under_draw_each_sample_is_that_of_its_expert_alone() -> None:
     fields = [_field(SD, "epsilon"), _field(LINEAR, "flow_prediction")]
     model = Ensemble(in_parts(fields), strategy="draw")
@@ -126,14 +136,20 @@ def test_what_a_native_sampler_has_not_is_refused() -> None:
         (ddpm, {"native": "ddim", "solver": "euler"}, "drop `solver`"),
         (ddpm, {"native": "ddim", "shift": 2.0}, "drop `shift`"),
         (ddpm, {"native": "ddim", "guidance_scale": Guidance(2.0, by="weak")}, "weak"),
+        (
+            ddpm,
+            {"native": "ddim", "steps": 300},
+            "steps must divide 1000, not 300; choose 200 or 250",
+        ),
+        (ddpm, {"native": "unipc", "steps": 1001}, "takes at most 1000 steps"),
     ]
     for model, options, message in cases:
         with pytest.raises(HddmError, match=message):
-            hddm.sample(model, 2, 0, 3, **options)
+            hddm.sample(model, 2, 0, **{"steps": 4, **options})
     part = _field(LINEAR, "flow_prediction", noise_range=(0.0, 0.5))
     pair = Ensemble(in_parts([part, _field(SD, "epsilon", noise_range=(0.5, 1.0))], [0, 0]))
     with pytest.raises(HddmError, match="covers a part of the noise only"):
-        hddm.sample(pair, 2, 0, 3, native="ddim")
+        hddm.sample(pair, 2, 0, 4, native="ddim")
 
 
 @pytest.mark.integration

@@ -20,7 +20,7 @@ from hddm.objective.likelihood import (
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
-from tests.cases import LINEAR, Case, case_named, oracle_field
+from tests.cases import LINEAR, Case, case_named, in_parts, oracle_field
 from tests.oracles import GaussianMixture, exact_router
 
 SHAPE = (1, 2, 3)
@@ -159,3 +159,17 @@ def test_pixels_are_counted_in_eight_bits() -> None:
 def test_a_smallest_time_at_the_ends_is_refused(smallest: float) -> None:
     with pytest.raises(HddmError, match="`smallest_noise`"):
         LikelihoodSettings(smallest=smallest)
+
+
+def test_a_class_that_an_expert_never_saw_leaves_its_flow_out() -> None:
+    """Its share is 0, which must not become 0/0."""
+    fields = [
+        oracle_field(shard, LINEAR, "flow_prediction", sample_shape=SHAPE) for shard in SHARDS
+    ]
+    for field in fields:
+        field.classes = ("a", "b")
+    model = Ensemble(in_parts(fields, class_prior=[[1.0, 0.0], [0.5, 0.5]]), strategy="draw")
+    flows, shares = flows_of(model, {"class_labels": torch.tensor([0, 1])}, 2)
+    assert shares.exp().tolist() == [[1.0, 0.5], [0.0, 0.5]]
+    for flow in flows:
+        assert flow.shares.isfinite().all()

@@ -146,11 +146,41 @@ def test_weights_stay_with_the_folder_until_its_experts_change(
     HDDMPipeline.from_pretrained(whole).save_pretrained(tmp_path / "copy")
     for folder in (whole, tmp_path / "copy"):
         assert "reliability" in json.loads((folder / "ensemble.json").read_text())
-    change(whole, remove=["0"])
+    notes = change(whole, strategy="full")
+    assert "reliability" in json.loads((whole / "ensemble.json").read_text())
+    assert not any("weights by noise level" in note for note in notes)
+    notes = change(whole, remove=["0"])
+    assert any("weights by noise level" in note for note in notes)
     assert "reliability" not in json.loads((whole / "ensemble.json").read_text())
     code, _, error = hddm("calibrate", whole)
     assert (code, error.count("\n")) == (2, 1)
     assert "--data: is required for an ensemble" in error
+
+
+def test_weights_follow_experts_that_are_taken_in_another_order(
+    pair: list[Path], images: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "mix"
+    assemble(pair, whole, "reliability", strategy="full")
+    weigh_experts(whole, images)
+    x, t = torch.randn(2, 3, 4, 4), torch.tensor([0.1, 0.7]).double()
+    plain, turned = (hddm.load(whole, experts=order) for order in ([0, 1], [1, 0]))
+    torch.testing.assert_close(turned.router(x, t), plain.router(x, t).flip(1))  # type: ignore[union-attr]
+    torch.testing.assert_close(turned.velocity(x, t), plain.velocity(x, t))
+    alone = hddm.load(whole, experts=[1])
+    assert alone.router(x, t).shape == (2, 1)  # type: ignore[union-attr]
+
+
+def test_on_top_of_a_router_that_runs_once() -> None:
+    calls = []
+
+    def base(x: Tensor, t: Tensor) -> Tensor:
+        calls.append(len(x))
+        return torch.full((len(x), 2), 0.5)
+
+    router = ReliabilityRouter([0.5], [[1.0, 3.0]], base)
+    router(torch.zeros(3, 1, 2, 2), torch.full((3,), 0.2).double())
+    assert calls == [3]
 
 
 def test_experts_that_share_the_noise_are_not_weighed(pair: list[Path]) -> None:

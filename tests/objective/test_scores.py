@@ -18,7 +18,7 @@ from hddm.objective.records import (
     Mean,
     StrategyScores,
 )
-from hddm.objective.scores import HeldOut, score_held_out
+from hddm.objective.scores import HeldOutImages, score_held_out
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, refusal
 from tests.ensemble_files import flow_expert, saved, write_ensemble
@@ -62,6 +62,11 @@ def test_strategies_have_the_scores_that_they_define(whole: Path, images: Path) 
     assert all(one.bits is not None for one in found.strategies)
     message = refusal(score_held_out, whole, images, strategies=("commit-0.5",))
     assert "score full and draw" in message
+
+
+def test_draw_without_a_likelihood_has_nothing_to_score(whole: Path, images: Path) -> None:
+    message = refusal(score_held_out, whole, images, strategies=("draw",), likelihood_images=0)
+    assert "nothing is left to score" in message
 
 
 def test_samples_of_another_shape_are_refused(whole: Path, tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_a_mean_has_the_interval_of_students_of_statistics() -> None:
 
 
 def test_a_folder_of_images_is_read_as_held_out_data(images: Path) -> None:
-    found = HeldOut.read(images)
+    found = HeldOutImages.read(images)
     assert found.samples.shape == (12, 3, 4, 4)
     assert found.are_pixels
     assert json.dumps(found.hash)
