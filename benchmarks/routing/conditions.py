@@ -74,7 +74,7 @@ class Question:
 def run(
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs/conditions"),
-    seeds: SeedsOption = 3,
+    seeds: SeedsOption = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a router.")] = 500,
     pictures: PicturesOption = None,
 ) -> None:
