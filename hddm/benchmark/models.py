@@ -77,10 +77,10 @@ class Model(NamedTuple):
             refuse_unrouted(strategy)
 
 
-def why_not_scored(sampled: Mapping[str, Any], model: Model | None) -> str:
+def why_not_scored(sampled: Mapping[str, Any], model: Model | None, has_likelihood: bool) -> str:
     """Why a model that is ``sampled`` with these values has no scores by its objective; empty if it has.
 
-    What is not known of a model is no reason.
+    Without ``has_likelihood`` errors alone are measured. What is not known of a model is no reason.
     """
     native, expert = sampled["native"], sampled["expert"]
     if native is not None:
@@ -89,14 +89,14 @@ def why_not_scored(sampled: Mapping[str, Any], model: Model | None) -> str:
         return "sampled at another size than its model's own"
     strategy = sampled["strategy"]
     if model is None:
-        return "" if strategy is None else why_unscored(strategy)
+        return "" if strategy is None else why_unscored(strategy, has_likelihood)
     experts = model.experts if expert is None else [model.experts[expert]]
     if any(one.record.sampling_steps is not None for one in experts):
         return "a student of few steps, whose network predicts mean velocities"
     if expert is not None:
         is_part = experts[0].record.noise_range != WHOLE
         return "this expert covers a part of the noise" if is_part else ""
-    return "" if model.is_alone else why_unscored(strategy or model.strategy)
+    return "" if model.is_alone else why_unscored(strategy or model.strategy, has_likelihood)
 
 
 class Models:

@@ -214,7 +214,7 @@ class SeedPlan:
         planned = PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
         if self.file.evaluate.objective is False:
             return planned
-        why = why_not_scored(samples.values, self.models.of(model))
+        why = why_not_scored(samples.values, self.models.of(model), self._measures_likelihood)
         if why:
             return replace(planned, why_unscored=why)
         return replace(planned, objective=self._objective(row, source, samples, model))
@@ -247,6 +247,15 @@ class SeedPlan:
             place = f"{first}-{next(numbers)}"
         self._objectives[place] = line, self._step(f"objective/{place}", line)
         return self._objectives[place][1]
+
+    @cached_property
+    def _measures_likelihood(self) -> bool:
+        """False where ``evaluate.objective`` leaves bits out."""
+        text = self.file.evaluate.objective
+        options = self._objective_options(text) if isinstance(text, str) else Line("evaluate", {})
+        _, images = options.given.get("likelihood_images", ("", None))
+        # What is no number is refused where the line is read.
+        return images is None or not images.isdecimal() or int(images) > 0
 
     def _objective_options(self, text: str) -> Line:
         """Options of all scores by the objective."""

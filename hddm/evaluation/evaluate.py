@@ -1,9 +1,7 @@
 """Evaluation of a folder of images: every figure, with every setting that it depends on."""
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from hddm.evaluation.features import FEATURES, open_extractor, save_classifier
@@ -18,11 +16,11 @@ from hddm.evaluation.images import (
     read_sampling,
 )
 from hddm.evaluation.measures import has_few
-from hddm.evaluation.results import Evaluation, EvaluationData
+from hddm.evaluation.results import Evaluation, EvaluationData, versions_of, write_result
 from hddm.evaluation.scores import Scorer, Side
 from hddm.settings import EvaluationSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, counted
-from hddm.utils.files import check_result_file, write_whole
+from hddm.utils.files import check_result_file
 
 RESAMPLES = 100
 _PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
@@ -107,22 +105,13 @@ def evaluate(
         data=EvaluationData(**records),
         sampling=sampling,
         settings={"resamples": RESAMPLES, **chosen},
-        versions=_versions(),
+        versions=versions_of(_PACKAGES),
         comparable=not reasons,
         reasons=tuple(reasons),
     )
     if out is not None:
-        text = result.model_dump_json(indent=2)
-        write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
+        write_result(out, result, overwrite)
     return result
-
-
-def _versions() -> dict[str, str]:
-    """Versions of Python and of the packages that figures depend on."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        versions[name] = version(name)
-    return versions
 
 
 def _side(role: str, groups: Mapping[str, ImageGroup], with_labels: bool) -> Side:

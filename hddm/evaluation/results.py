@@ -1,8 +1,10 @@
 """Results of evaluations on disk, in groups of one model each, and checks that they compare."""
 
 import json
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +15,8 @@ from hddm.evaluation.images import DataRecord, SamplingRecord
 from hddm.evaluation.measures import Width
 from hddm.evaluation.scores import Scores
 from hddm.utils.errors import HddmError
-from hddm.utils.records import OpenRecord, read_record
+from hddm.utils.files import write_whole
+from hddm.utils.records import OpenRecord, Record, read_record
 
 FORMAT = "2.0"
 
@@ -58,6 +61,20 @@ class Evaluation(Scores):
         return f"<Evaluation: {', '.join(said)}>"
 
     __str__ = __repr__
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of Python and of packages that figures depend on."""
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        versions[name] = version(name)
+    return versions
+
+
+def write_result(out: Path, result: Record, overwrite: bool) -> None:
+    """Write a result as JSON, completely or not at all."""
+    text = result.model_dump_json(indent=2)
+    write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """``hddm evaluate MODEL --held-out SHARD``: a model's errors by noise level and its likelihood."""
 
-import platform
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from hddm.data.shard_records import holds_shard
 from hddm.data.shards import TokenStore, open_shard
 from hddm.ensemble import Ensemble
 from hddm.evaluation.images import read_data
-from hddm.experts.ensemble_folders import read_ensemble_record
+from hddm.evaluation.results import versions_of, write_result
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
 from hddm.objective.errors import TIMES, velocity_errors
@@ -32,12 +30,14 @@ from hddm.sampling import plan
 from hddm.settings import ObjectiveSettings, keywords
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, errors_as
-from hddm.utils.files import check_result_file, write_whole
+from hddm.utils.files import check_result_file
 from hddm.utils.progress import Progress
-from hddm.utils.records import ENSEMBLE_FILE, model_hash
+from hddm.utils.records import model_hash
 from hddm.utils.tensors import available_device
 
 _PACKAGES = ("hddm-diffusion", "torch", "numpy")
+_LIKELIHOOD_UNITS = 20
+"""Progress that an image's likelihood counts for, in errors at one noise level."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,17 @@ class HeldOutImages:
         return found
 
 
-def why_unscored(strategy: str) -> str:
-    """Why samples under a strategy have neither a velocity nor a density; empty where they have one."""
-    if Strategy.parse(strategy).kind != "commit":
-        return ""
-    return (
-        "below its noise level each sample keeps an expert, so a state has no velocity of its own"
-    )
+def why_unscored(strategy: str, has_likelihood: bool = True) -> str:
+    """Why nothing is measured of samples that a strategy makes with several experts; empty if something is.
+
+    Without ``has_likelihood`` errors alone are measured.
+    """
+    kind = Strategy.parse(strategy).kind
+    if kind == "commit":
+        return "below its noise level each sample keeps an expert, so a state has no velocity of its own"
+    if kind == "draw" and not has_likelihood:
+        return "samples have a likelihood and no errors, and without a likelihood nothing is left to score"
+    return ""
 
 
 @keywords
@@ -133,15 +137,6 @@ def score_held_out(
     """
     if out is not None:
         check_result_file(out, overwrite)
-    for name in settings.strategies:
-        why = why_unscored(name)
-        if why:
-            raise UsageError(f"`strategy` {name}: {why}; score full and draw")
-    if not settings.likelihood_images and "draw" in (settings.strategies or (_strategy_of(model),)):
-        raise UsageError(
-            "`likelihood_images` 0: samples of `strategy` draw have a likelihood and no errors, so nothing "
-            "is left to score; allow some images, or score another strategy"
-        )
     device = available_device(settings.device)
     loaded = load(model, device=device)
     data = HeldOutImages.read(held_out)
@@ -150,10 +145,18 @@ def score_held_out(
     scores = []
     with errors_as(UsageError):
         planned = [plan(loaded, strategy=name) for name in settings.strategies or [None]]
+    has_likelihood = settings.likelihood_images > 0
     for one in planned:
-        one.model.refuse_kinds(range(len(one.model.experts)))
-        data.check(one.model)
-    with Progress(len(planned) * (len(rows) * len(TIMES) + 20 * len(few)), "score") as advance:
+        model_of = one.model
+        why = "" if model_of.num_domains == 1 else why_unscored(model_of.strategy, has_likelihood)
+        if why:
+            remedy = "score full and draw, with `likelihood_images` above 0"
+            raise UsageError(f"`strategy` {model_of.strategy}: {why}; {remedy}")
+        model_of.refuse_kinds(range(len(model_of.experts)))
+        data.check(model_of)
+    with Progress(
+        len(planned) * (len(rows) * len(TIMES) + _LIKELIHOOD_UNITS * len(few)), "score"
+    ) as advance:
         for one in planned:
             measured = _Scored(one.model, data, settings, advance)
             strategy = "" if len(one.model.experts) == 1 else one.model.strategy
@@ -174,21 +177,11 @@ def score_held_out(
         seed=settings.seed,
         noise_draws=settings.noise_draws,
         strategies=tuple(scores),
-        versions={"python": platform.python_version()}
-        | {name: version(name) for name in _PACKAGES},
+        versions=versions_of(_PACKAGES),
     )
     if out is not None:
-        text = result.model_dump_json(indent=2)
-        write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
+        write_result(out, result, overwrite)
     return result
-
-
-def _strategy_of(model: Path) -> str:
-    """The strategy that an ensemble's folder recommends; empty for an expert."""
-    if not (model / ENSEMBLE_FILE).exists():
-        return ""
-    record = read_ensemble_record(model)
-    return record.strategy if len(record.experts) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -270,7 +263,7 @@ class _Scored:
             found = bits_per_dimension(total, dimensions, self.data.are_pixels)
             bits += found.mean(0).tolist()
             errors.append(found)
-            self.advance(20 * len(part))
+            self.advance(_LIKELIHOOD_UNITS * len(part))
         return BitsScore(
             by_image=tuple(bits),
             estimate_error=_estimate_error(torch.cat(errors, 1)),

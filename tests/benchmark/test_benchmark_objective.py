@@ -354,3 +354,15 @@ def test_results_of_before_have_none(data: Path, jobs: Path, tmp_path: Path) -> 
     (tmp_path / "out" / "results.json").write_text(json.dumps(content))
     assert read_results(tmp_path / "out").by_objective == ()
     assert "by the objective" not in tables_text(results)
+
+
+def test_without_a_likelihood_a_row_that_draws_has_no_step_and_says_why(
+    data: Path, tmp_path: Path
+) -> None:
+    """Presets leave bits out, and their first rows draw: their step would be refused after all trainings."""
+    errors_alone = MEASURED | {"objective": "--num-images 8 --likelihood-images 0"}
+    plan = planned(data, tmp_path, evaluate=errors_alone)
+    scored = lines(plan)
+    assert "nothing is left to score" in scored["drawn"]
+    assert scored["one"].startswith("evaluate $one ")
+    assert scored["pair"].startswith("evaluate $pair --strategy full ")
