@@ -77,4 +77,6 @@ class ReliabilityRouter:
         product = factors * routed
         # Where all that the router leaves has no weight, the router alone decides.
         total = product.sum(1, keepdim=True)
-        return torch.where(total > 0, product / total.clamp_min(1e-300), routed)
+        is_known = total > 0
+        # Masked before the division: an inf in the row not taken would make its gradient nan.
+        return torch.where(is_known, product / torch.where(is_known, total, 1), routed)

@@ -183,6 +183,20 @@ def test_on_top_of_a_router_that_runs_once() -> None:
     assert calls == [3]
 
 
+def test_rows_that_the_router_alone_decides_have_a_gradient() -> None:
+    x = torch.tensor([[0.3, -0.2]], requires_grad=True)
+
+    def base(x: Tensor, t: Tensor) -> Tensor:
+        # All probability is with the expert that has no weight.
+        return torch.stack([x.sum(1) * 0, 1 + x.sum(1) * 0], 1)
+
+    router = ReliabilityRouter([0.5], [[1.0, 0.0]], base)
+    found = router(x, torch.tensor([0.5]).double())
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert found.tolist() == [[0.0, 1.0]]
+    assert gradient.isfinite().all()
+
+
 def test_experts_that_share_the_noise_are_not_weighed(pair: list[Path]) -> None:
     fields = [hddm.load(folder) for folder in pair]
     from tests.cases import in_parts
