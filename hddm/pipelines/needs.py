@@ -24,12 +24,12 @@ from hddm.pipelines.networks_measured import (
     measure_field,
 )
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.samples import Run, opened
+from hddm.pipelines.samples import SamplingRun, opened
 from hddm.routers import answer_of
 from hddm.running import Batch, Plan
 from hddm.settings import SampleSettings
 from hddm.utils.machine import bytes_of, has_own_memory, main_memory, resident_bytes, room_on
-from hddm.utils.needs import Memory, Needs, Work
+from hddm.utils.needs import Effort, Memory, Needs
 from hddm.utils.progress import Progress
 from hddm.velocity import VelocityField
 
@@ -47,7 +47,7 @@ def needs_of_sampling(source: Path, settings: SampleSettings) -> Needs:
     pipeline, how, settings = opened(source, settings)
     started = time.perf_counter()
     # Texts in the files need hashes of all weights.
-    run = Run(source, pipeline, settings.model_copy(update={"metadata": False}), how)
+    run = SamplingRun(source, pipeline, settings.model_copy(update={"metadata": False}), how)
     encoding = time.perf_counter() - started
     with Progress(None, "measure", is_drawn=False):
         log.info("dry run: measures calls of networks on %s", pipeline.experts.device)
@@ -162,14 +162,14 @@ def _measured(
     if not lasting.fits:
         memory.append(Memory("activations", None, TOO_LARGE, is_passing=True))
         calls = found.greatest.of_experts
-        work = [Work("networks", None, calls, "calls of one image", TOO_LARGE)]
+        work = [Effort("networks", None, calls, "calls of one image", TOO_LARGE)]
         return Needs(
             "sampling", memory, work, room, host, _remedies(pipeline, found, settings, None)
         )
     free, how, kind = room.free - lasting.on_device, found.how, found.batches[0].kind
     work = []
     if settings.prompts:
-        work.append(Work("prompts", encoding, 1, "time"))
+        work.append(Effort("prompts", encoding, 1, "time"))
     kinds = measure_experts(found, free)
     memory.append(activations(kinds, found.largest))
     work += _of_experts(pipeline.experts, found, kinds)
@@ -177,13 +177,13 @@ def _measured(
     if routed is not None and isinstance(pipeline.router, nn.Module):
         seconds = measure_router(how.model, how.shape_of(0), routed, free).each(routed)
         number = found.greatest.of_router
-        work.append(Work("router", seconds, number, "calls of one image"))
+        work.append(Effort("router", seconds, number, "calls of one image"))
     if settings.output_type != "latent":
         most = max(len(batch.rows) for batch in found.batches)
         decoded = measure_decoding(pipeline, kind, how.shape_of(kind), most, free)
         memory.append(decoding(decoded, most))
         each = decoded.each(most)
-        work.append(Work("decoding, PNG files", each, settings.num_images, "images"))
+        work.append(Effort("decoding, PNG files", each, settings.num_images, "images"))
     # Libraries come in with the first calls, and torch keeps some of what it frees.
     alive = 0
     if host is None:
@@ -210,7 +210,7 @@ def decoding(measured: Measured, most: int) -> Memory:
     return Memory("decoding", size, note, is_about=True, is_passing=True)
 
 
-def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured]) -> list[Work]:
+def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured]) -> list[Effort]:
     """Time of reading weights, and of the networks' calls."""
     networks, samples = found.networks, found.greatest.samples
     experts = found.how.model.experts
@@ -230,11 +230,11 @@ def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured
     least = found.least.of_experts
     if least != total:
         note += f"; {least:,} to {total:,} calls, as the router decides"
-    work = [Work("reading weights", opening, number, "networks")]
+    work = [Effort("reading weights", opening, number, "networks")]
     if set_of.shelf.budget is not None and found.is_chosen_by_states:
         reason = "experts that are mixed take turns on the device at every step"
-        work = [Work("reading weights", None, number, "networks", reason)]
-    return [*work, Work("networks", seconds, total, "calls of one image", note)]
+        work = [Effort("reading weights", None, number, "networks", reason)]
+    return [*work, Effort("networks", seconds, total, "calls of one image", note)]
 
 
 def _most_that_fit(found: Sampling, kinds: Mapping[str, Measured], free: int) -> int:

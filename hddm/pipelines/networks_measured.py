@@ -14,7 +14,7 @@ from hddm.networks.offload import StoredNetwork, holder_of
 from hddm.running import Batch, Plan
 from hddm.utils.errors import HddmError
 from hddm.utils.machine import LiveBytes
-from hddm.utils.scaling import LARGE, Scaling, measure_times
+from hddm.utils.scaling import LARGE, Growth, measure_times
 from hddm.velocity import VelocityField
 
 
@@ -22,8 +22,8 @@ from hddm.velocity import VelocityField
 class Measured:
     """Bytes beside weights, and seconds, by the number of samples of a call."""
 
-    memory: Scaling
-    seconds: Scaling
+    memory: Growth
+    seconds: Growth
     opening: float = 0.0
     """Seconds in which the weights were read."""
 
@@ -49,7 +49,7 @@ def measure(call: Callable[[int], object], device: torch.device, most: int, free
         call(number)
         return _now(device) - started
 
-    memory = Scaling()
+    memory = Growth()
     is_large = timed(1) > LARGE
     memory.known[1] = traced(1)
     if most > 1 and not is_large and 2 * memory.known[1] <= free:

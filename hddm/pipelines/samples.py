@@ -82,7 +82,7 @@ def sample_to_folder(
     `Interrupted`.
     """
     pipeline, how, settings = opened(source, settings, grid)
-    run = Run(source, pipeline, settings, how)
+    run = SamplingRun(source, pipeline, settings, how)
     _say_unused(settings)
     settings = settings.model_copy(update=_what_runs(settings, how))
     record = _record(source, settings, pipeline, run.cycles.given) | {"begins_at": _begins_at(how)}
@@ -206,7 +206,7 @@ def _say_unused(settings: SampleSettings) -> None:
             )
 
 
-class Run:
+class SamplingRun:
     """A run, batch by batch; `ready` counts the finished images."""
 
     def __init__(

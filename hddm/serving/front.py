@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Order:
+class ImageOrder:
     """A request that was found to be in order: images of one expert or all, of a size or their own."""
 
     wanted: ImageRequest
@@ -235,7 +235,7 @@ class Front:
         wanted = read_request(await _body(request, LARGEST_BODY, BODY), self.limits)
         expert, size = self._expert(wanted), self.sizes.read(wanted.size)
         with self._place():
-            return await self._answered(Order(wanted, expert, size))
+            return await self._answered(ImageOrder(wanted, expert, size))
 
     async def _edit(self, request: Request) -> Response:
         # Its pictures take memory, so a place in the queue comes first.
@@ -243,7 +243,7 @@ class Front:
             body = await _body(request, self.limits.max_upload, UPLOAD)
             wanted, uploads = await self._in_thread(read_edit, request.headers, body, self.limits)
             expert, size = self._expert(wanted), self.sizes.read(wanted.size)
-            return await self._answered(Order(wanted, expert, size, uploads))
+            return await self._answered(ImageOrder(wanted, expert, size, uploads))
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -258,7 +258,7 @@ class Front:
         finally:
             self.active -= 1
 
-    async def _answered(self, order: Order) -> Response:
+    async def _answered(self, order: ImageOrder) -> Response:
         wanted, data = order.wanted, []
         for row, image in await self._made(order):
             text = b64encode(image).decode()
@@ -277,7 +277,7 @@ class Front:
             raise Refusal(404, reason, "model")
         return names.index(wanted.model)
 
-    async def _made(self, order: Order) -> list[Image]:
+    async def _made(self, order: ImageOrder) -> list[Image]:
         """A request's images, in time."""
         begun = time.monotonic()
         try:
@@ -296,7 +296,7 @@ class Front:
         self.patience = math.ceil(taken)
         return images
 
-    def _prepared(self, order: Order) -> tuple[Plan, list[Piece]]:
+    def _prepared(self, order: ImageOrder) -> tuple[Plan, list[Piece]]:
         """A request's plan and its pieces, with conditions encoded and experts chosen."""
         wanted, expert = order.wanted, order.expert
         text, label = self._asked(wanted)
@@ -320,7 +320,7 @@ class Front:
                 pieces.append((batch.part(rows), k))
         return how, pieces
 
-    def _sized(self, order: Order) -> HDDMPipeline:
+    def _sized(self, order: ImageOrder) -> HDDMPipeline:
         """The pipeline for pictures of a request's size; a `Refusal` for one that the experts do not make."""
         if order.size is None:
             return self.pipeline
@@ -336,7 +336,7 @@ class Front:
             return None, prompt
         return prompt if prompt or self.pipeline.takes_prompts else None, None
 
-    def _texts(self, order: Order, how: Plan) -> PictureTexts:
+    def _texts(self, order: ImageOrder, how: Plan) -> PictureTexts:
         """What all pictures of a request have in common."""
         wanted = order.wanted
         text, label = self._asked(wanted)

@@ -30,7 +30,7 @@ from hddm.serving.service import names_of
 from hddm.settings import ServeSettings
 from hddm.utils.errors import counted
 from hddm.utils.machine import has_own_memory, main_memory, resident_bytes, room_on
-from hddm.utils.needs import Memory, Needs, Work, together
+from hddm.utils.needs import Effort, Memory, Needs, together
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL
 from hddm.utils.records import WHOLE
@@ -115,7 +115,7 @@ def _with_calls(
     if reason or needs.device is None:
         memory = [*needs.memory, Memory("activations", None, reason, is_passing=True)]
         return Needs(
-            needs.what, memory, [Work("networks", None, calls, unit, reason)], needs.device
+            needs.what, memory, [Effort("networks", None, calls, unit, reason)], needs.device
         )
     kind = kind_of(found.fields[0])
     if kind not in measured:
@@ -123,7 +123,7 @@ def _with_calls(
         measured[kind] = measure_experts(found, free)[kind]
     own = measured[kind]
     memory = [*needs.memory, activations({kind: own}, found.largest)]
-    work = [Work("networks", own.each(found.largest), calls, unit, note)]
+    work = [Effort("networks", own.each(found.largest), calls, unit, note)]
     remedies = ["pass a smaller `batch_size`", "pass `quantize` int8"]
     return Needs(needs.what, memory, work, needs.device, needs.host, remedies)
 
@@ -143,13 +143,13 @@ def _front(folder: Path, settings: ServeSettings, base: int, is_here: bool) -> N
         shape = shape_of(model, 0)
         if isinstance(pipeline.router, nn.Module):
             routed = measure_router(model, shape, most, free)
-            work.append(Work("router", routed.each(most), 1, "call of one image"))
+            work.append(Effort("router", routed.each(most), 1, "call of one image"))
         measured = measure_decoding(pipeline, 0, shape, most, free)
         memory.append(decoding(measured, most))
-        work.append(Work("decoding, PNG files", measured.each(most), 1, "image"))
+        work.append(Effort("decoding, PNG files", measured.each(most), 1, "image"))
         if pipeline.takes_prompts:
             started = time.perf_counter()
             pipeline.encode("a photograph")
-            work.append(Work("a prompt", time.perf_counter() - started, 1, "prompt"))
+            work.append(Effort("a prompt", time.perf_counter() - started, 1, "prompt"))
     own = room if is_here else None
     return Needs(FRONT, memory, work, own, None, ["pass a smaller `batch_size`"])

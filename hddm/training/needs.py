@@ -27,10 +27,10 @@ from hddm.utils.machine import (
     resident_bytes,
     room_on,
 )
-from hddm.utils.needs import Memory, Needs, Work
+from hddm.utils.needs import Effort, Memory, Needs
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
-from hddm.utils.scaling import LARGE, Scaling, measure_times
+from hddm.utils.scaling import LARGE, Growth, measure_times
 
 _ALIVE = 4
 """Of what is counted, as many rows are alive in the measured steps: weights to averages."""
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 class _Measured:
     """Steps on few samples."""
 
-    activations: Scaling = field(default_factory=Scaling)
+    activations: Growth = field(default_factory=Growth)
     """Bytes of activations."""
-    gradients: Scaling = field(default_factory=Scaling)
+    gradients: Growth = field(default_factory=Growth)
     """Seconds from the inputs to gradients."""
     resident: int = 0
     """Bytes that the process held after a step on few samples."""
@@ -58,7 +58,7 @@ class _Measured:
     """Share of the time that a step waited for its inputs."""
     evaluation: float = 0.0
     """Seconds of one evaluation of the network on one sample."""
-    calibration: Scaling = field(default_factory=Scaling)
+    calibration: Growth = field(default_factory=Growth)
     """Bytes of an evaluation, which keeps nothing for gradients."""
     trajectory: float = 0.0
     """Seconds of one trajectory of the teacher of a student of few steps."""
@@ -260,24 +260,24 @@ def _passing(recipe: Recipe, measured: _Measured | None, part: int) -> list[Memo
 
 def _work(
     training: Training, measured: _Measured | None, part: int, trajectories: int
-) -> list[Work]:
+) -> list[Effort]:
     recipe = training.recipe
     if measured is None:
-        return [Work("training", None, recipe.steps, "steps", _TOO_LARGE)]
+        return [Effort("training", None, recipe.steps, "steps", _TOO_LARGE)]
     parts = recipe.gradient_accumulation_steps
     seconds = parts * measured.gradients.at(part) + measured.update
     note = f"measured with {max(measured.gradients.known)} of {recipe.batch_size} samples"
     if measured.reading >= 0.01:
         note += f", {measured.reading:.0%} of it for reading them"
-    found = [Work("training", seconds, recipe.steps, "steps", note)]
+    found = [Effort("training", seconds, recipe.steps, "steps", note)]
     if trajectories:
         few = f"of the teacher, measured with {training.task.num_samples}"
         found.insert(
-            0, Work("trajectories", measured.trajectory, trajectories, "trajectories", few)
+            0, Effort("trajectories", measured.trajectory, trajectories, "trajectories", few)
         )
     if training.evaluations:
         states, after = training.evaluations, "after the last step"
-        found.append(Work("calibration", measured.evaluation, states, "states", after))
+        found.append(Effort("calibration", measured.evaluation, states, "states", after))
     return found
 
 

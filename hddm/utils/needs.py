@@ -34,7 +34,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Work:
+class Effort:
     """Work of one kind: ``calls`` of ``seconds`` each; None where these are not known, as ``note`` says."""
 
     name: str
@@ -64,7 +64,7 @@ class Needs:
 
     what: str
     memory: Sequence[Memory]
-    work: Sequence[Work]
+    work: Sequence[Effort]
     device: Room | None
     host: Room | None = None
     remedies: Sequence[str] = ()

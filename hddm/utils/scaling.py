@@ -10,7 +10,7 @@ LARGE = 10.0
 
 
 @dataclass
-class Scaling:
+class Growth:
     """An amount by the number of samples that it was measured on."""
 
     known: dict[int, float] = field(default_factory=dict)
@@ -36,13 +36,13 @@ class Scaling:
 
 def measure_times(
     most: int, timed: Callable[[int], float], fits: Callable[[int], bool], is_large: bool = False
-) -> Scaling:
+) -> Growth:
     """Time one sample, then twice as many again and again, up to ``most`` or until `SPENT` is over.
 
     Each number but a large network's is timed twice, and the shorter time counts. ``timed`` returns the
     seconds of a number of samples, and ``fits`` says whether there is memory for it.
     """
-    found, number, spent = Scaling(), 1, 0.0
+    found, number, spent = Growth(), 1, 0.0
     while True:
         seconds = timed(number)
         spent += seconds

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hddm.utils.machine import LiveBytes, Room, main_memory, resident_bytes, room_on
-from hddm.utils.needs import Memory, Needs, Work, seconds_text, size_text, together
-from hddm.utils.scaling import Scaling, measure_times
+from hddm.utils.needs import Effort, Memory, Needs, seconds_text, size_text, together
+from hddm.utils.scaling import Growth, measure_times
 
 ROOM = Room("main memory", 1000, 800)
 
 
-def needs(*memory: Memory, work: tuple[Work, ...] = (), host: Room | None = None) -> Needs:
+def needs(*memory: Memory, work: tuple[Effort, ...] = (), host: Room | None = None) -> Needs:
     return Needs("a thing", memory, work, ROOM, host, ["pass less"])
 
 
@@ -40,7 +40,7 @@ def test_main_memory_counts_apart_where_the_device_has_its_own() -> None:
 
 
 def test_what_is_not_known_is_no_zero() -> None:
-    work = (Work("w", None, 3, "calls", "far away"), Work("v", 20.0, 3, "calls"))
+    work = (Effort("w", None, 3, "calls", "far away"), Effort("v", 20.0, 3, "calls"))
     found = needs(Memory("a", None, "hidden"), Memory("b", 5), work=work)
     said = "\n".join(found.lines())
     assert "a                      not measured     hidden" in said
@@ -99,11 +99,11 @@ def test_live_bytes_follow_the_backward_pass() -> None:
 def test_amounts_are_affine_in_the_number_of_samples(
     known: dict[int, float], at: int, expected: float
 ) -> None:
-    assert Scaling(known).at(at) == expected
+    assert Growth(known).at(at) == expected
 
 
 def test_a_falling_amount_is_not_carried_on_below_zero() -> None:
-    assert Scaling({1: 5.0, 2: 1.0}).at(100) == 1.0
+    assert Growth({1: 5.0, 2: 1.0}).at(100) == 1.0
 
 
 def test_times_are_measured_up_to_the_batch_or_until_enough_time_is_spent() -> None:
