@@ -27,6 +27,7 @@ from diffusers import (
 from torch import Tensor
 
 from hddm.conditions import Inputs
+from hddm.guidance import Guidance
 from hddm.predictions import PredictionType
 from hddm.schedules import DiscreteSchedule, LinearSchedule
 from hddm.settings import NativeName
@@ -38,7 +39,18 @@ from hddm.velocity import VelocityField
 
 TIMES = 1000
 """Times at which a continuous schedule is read."""
+_READ = (PredictionType.EPSILON, PredictionType.SAMPLE, PredictionType.V_PREDICTION)
+"""Predictions that diffusers' schedulers of DDPM read."""
 _MULTISTEP = {"dpmsolver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}
+
+
+def refuse_guidance(guidance: Guidance, name: NativeName) -> None:
+    """Raise an `HddmError` for guidance that a native sampler does not have."""
+    if guidance.by_weak or guidance.rescale or guidance.interval != (0.0, 1.0):
+        raise HddmError(
+            f"`native` {name}: has plain guidance by condition alone, not by the weak model, rescaled, or in "
+            "an interval"
+        )
 
 
 def refuse_native(field: VelocityField, name: NativeName, steps: int) -> None:
@@ -47,7 +59,7 @@ def refuse_native(field: VelocityField, name: NativeName, steps: int) -> None:
     refuse_kind(name, is_flow, field.sampling_steps, field.noise_range)
     if is_flow:
         return
-    if field.prediction_type not in _NAMES:
+    if field.prediction_type not in _READ:
         raise HddmError(
             f"`native` {name}: an expert of DDPM predicts {field.prediction_type.value} here, which "
             "diffusers' schedulers do not read; drop it"
@@ -96,6 +108,8 @@ def native_samples(
 ) -> Tensor:
     """Samples x_0 (n, C, H, W) of an expert, in common units, from ``noise`` of variance 1.
 
+    `refuse_native` and `refuse_guidance` say what has none; a plan of samples checks it.
+
     Args:
         field: the expert; its calibration is not used.
         noise: on the expert's device.
@@ -105,16 +119,10 @@ def native_samples(
         is_pixels: whether samples are pixels, which stay in [-1, 1].
         on_step: called after each step with its number and the states on the expert's own path, which the
             states that it returns replace.
-
-    Raises:
-        HddmError: as `refuse_native`, and for guidance that a native sampler does not have.
     """
-    refuse_native(field, name, steps)
     guidance = inputs.guidance
-    if guidance.by_weak or guidance.rescale or guidance.interval != (0.0, 1.0):
-        raise HddmError(f"`native` {name}: has plain guidance by condition alone")
-    bounds = is_pixels and field.path_units.is_common
-    scheduler, times = _scheduler(field, name, steps, bounds)
+    is_bounded = is_pixels and field.path_units.is_common
+    scheduler, times = _scheduler(field, name, steps, is_bounded)
     scheduler.set_timesteps(steps, device=noise.device)
     x = noise
     acts = guidance.acts(torch.ones(len(x)))
@@ -151,7 +159,7 @@ def _scheduler(
     options: dict[str, Any] = {
         "num_train_timesteps": len(betas),
         "trained_betas": betas.tolist(),
-        "prediction_type": _NAMES[field.prediction_type],
+        "prediction_type": field.prediction_type.value,
         "timestep_spacing": "trailing",
     }
 
@@ -163,13 +171,6 @@ def _scheduler(
     return _MULTISTEP[name](**options, thresholding=is_bounded), ddpm_time
 
 
-_NAMES = {
-    PredictionType.EPSILON: "epsilon",
-    PredictionType.SAMPLE: "sample",
-    PredictionType.V_PREDICTION: "v_prediction",
-}
-
-
 def _betas_and_times(field: VelocityField, steps: int) -> tuple[Tensor, Tensor]:
     """Betas of the expert's schedule, and its own times of them."""
     schedule = field.schedule
@@ -177,11 +178,8 @@ def _betas_and_times(field: VelocityField, steps: int) -> tuple[Tensor, Tensor]:
         return schedule.betas.double(), torch.arange(len(schedule.betas), dtype=torch.float64)
     # As many as the steps divide. In the middle of parts: at the end itself there may be no signal.
     number = steps * max(round(TIMES / steps), 1)
-    low = float(
-        schedule.match(torch.tensor(field.range[0], dtype=torch.float64), field.path_units.scale)
-    )
     parts = (torch.arange(number, dtype=torch.float64) + 0.5) / number
-    times = low + (schedule.end - low) * parts
+    times = schedule.start + (schedule.end - schedule.start) * parts
     alpha, sigma = schedule.alpha_sigma(times)
     kept = alpha**2 / (alpha**2 + sigma**2)
     before = torch.cat([kept.new_ones(1), kept[:-1]])

@@ -23,7 +23,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import OPTIONS, Guidance
-from hddm.native import refuse_native
+from hddm.native import refuse_guidance, refuse_native
 from hddm.networks.offload import expect_batches, holder_of, is_offloaded
 from hddm.noise import Latents, Noise, Seeded
 from hddm.running import Batch, Plan, pick_experts, posterior_of, run
@@ -180,6 +180,7 @@ def plan(
     first = picture(expert or 0)
     if native is not None:
         others = {"solver": solver, "shift": shift, "times": times}
+        refuse_guidance(guidance, native)
         check_native(model, native, expert, first, steps or DEFAULT_STEPS, others)
     solver_name, solver = resolve_solver(model, solver, first)
     solver_name = native or solver_name

@@ -94,8 +94,7 @@ def _over_images(figure: str, ours: HeldOutScores, base: HeldOutScores) -> GapVe
     """The gap of one training each, with its interval over images."""
     found = values_of([("ours", ours), ("base", base)])[figure]
     gap = difference(found["ours"], found["base"])
-    interval = gap.value - gap.half_width, gap.value + gap.half_width
-    return GapVerdict(gap=gap.value, interval=interval, judgement=judged(interval))
+    return GapVerdict(gap=gap.value, interval=gap.interval, judgement=judged(gap.interval))
 
 
 def read_objectives(paths: Sequence[Path]) -> dict[str, list[ScoresGroup] | str]:

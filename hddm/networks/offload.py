@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from hddm.networks.prefetch import Arrival, copied
 from hddm.settings import INT8_IN_FLOAT64
 from hddm.utils.errors import HddmError, UsageError, optional
+from hddm.utils.machine import bytes_of
 from hddm.utils.memory import free_memory, is_out_of_memory, release
 
 Offload = Literal["none", "ram", "disk"]
@@ -129,7 +130,7 @@ class Shelf:
             if network not in self._arriving:
                 self._refuse_larger(network)
                 self._look_for_room(network)
-                self._evict_for(network, list(self._present), list(self._arriving))
+                self._evict_for(network, [*self._present, *self._arriving])
             network.place(self._arrived(network))
             self._present[network] = network.size
 
@@ -185,23 +186,30 @@ class Shelf:
             self._has_room_for_next = free_memory(device) >= needed
 
     def _evict_for(
-        self, network: "StoredNetwork", *may_leave: Sequence["StoredNetwork"]
+        self, network: "StoredNetwork", may_leave: Iterable["StoredNetwork"]
     ) -> list["StoredNetwork"]:
         """Make room for ``network``; returns those that left, in the order in which they may."""
-        limit = math.inf if self.budget is None else self.budget
-        left = []
-        for one in itertools.chain.from_iterable(may_leave):
+        limit, left = self._most, []
+        for one in may_leave:
             if self._taken() + network.size <= limit:
                 break
             self.forget(one)
             left.append(one)
         return left
 
+    @property
+    def _most(self) -> float:
+        """The budget as a number."""
+        budget = self.budget
+        return math.inf if budget is None else budget
+
     def _taken(self) -> int:
         return sum(self._present.values()) + sum(one.size for one in self._arriving)
 
     def _bring_next(self) -> None:
         """Begin to bring the next network that is expected, unless what runs before it had to leave."""
+        if not self._brings_ahead:
+            return
         order = list(self._present)
         running = order[-self.together :]
         kept = set(running)
@@ -211,12 +219,11 @@ class Shelf:
                 following = network
                 break
             kept.add(network)
-        if following is None or not self._brings_ahead:
+        if following is None:
             return
         may_leave = [one for one in order if one not in kept]
-        limit = math.inf if self.budget is None else self.budget
         freed = sum(self._present[one] for one in may_leave)
-        if self._taken() - freed + following.size > limit:
+        if self._taken() - freed + following.size > self._most:
             return
         left = self._evict_for(following, may_leave)
         self._arriving[following] = following.arrival(self._ends_of(left))
@@ -259,7 +266,7 @@ def _after(network: "StoredNetwork", order: Sequence["StoredNetwork"]) -> Sequen
 
 def size_of(model: nn.Module) -> int:
     """Bytes of a model's weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return bytes_of(model.parameters())
 
 
 def _room_beside(models: Iterable[nn.Module], max_memory: int) -> int:

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.evaluation.compare import FEWEST_SEEDS, escaped, gap_over_seeds, holm
-from hddm.objective.records import KIND, HeldOutScores, Mean, difference, read_scores, values_of
+from hddm.evaluation.compare import FEWEST_SEEDS, escaped, gap_over_seeds, holm, judged
+from hddm.objective.records import (
+    KIND,
+    HeldOutScores,
+    Mean,
+    difference,
+    read_scores,
+    refuse_unlike,
+    values_of,
+)
 from hddm.utils.errors import HddmError
 
 _SIGNS = (
@@ -86,8 +94,7 @@ def _columns(groups: Sequence[ScoresGroup]) -> dict[str, Column]:
     everything = []
     for group in groups:
         everything += [(group.name, one) for one in group.results.values()]
-    # Refuses results that were measured on other images.
-    values_of(everything)
+    refuse_unlike(everything)
     for group in groups:
         for seed, one in group.results.items():
             for figure, by_title in values_of([(group.name, one)]).items():
@@ -136,11 +143,9 @@ def _judged(
     """The gap and the verdict; for single results by images."""
     if interval is None and len(ours) == len(base) == 1:
         (own,), (other,) = ours.values(), base.values()
-        gap = difference(own, other)
-        interval = gap.value - gap.half_width, gap.value + gap.half_width
+        interval = difference(own, other).interval
     mean = statistics.fmean(_means(ours).values()) - statistics.fmean(_means(base).values())
     if interval is None:
         return f"{mean:+.3g}, no verdict: {FEWEST_SEEDS} training seeds give one"
     low, high = interval
-    verdict = "within noise" if low <= 0 <= high else "better" if high < 0 else "worse"
-    return f"{mean:+.3g}, {low:+.3g} … {high:+.3g}, {verdict}"
+    return f"{mean:+.3g}, {low:+.3g} … {high:+.3g}, {judged(interval)}"

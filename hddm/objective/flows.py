@@ -10,6 +10,7 @@ from hddm.calibration import MAX_GAIN
 from hddm.condition_names import LABELS
 from hddm.ensemble import Ensemble
 from hddm.noise import Seeded
+from hddm.objective.errors import Velocity
 from hddm.objective.likelihood import LARGEST, Flow
 from hddm.times import beginner_of
 from hddm.velocity import VelocityField
@@ -19,6 +20,22 @@ def _end_of(one: VelocityField) -> float:
     if one.prediction.is_of_noise and one.calibration is None:
         return min(one.end, 1 - 1 / MAX_GAIN)
     return min(one.end, LARGEST)
+
+
+def _velocity_of(model: Ensemble, conditions: Mapping[str, Tensor], expert: int | None) -> Velocity:
+    """The velocity of states with these conditions: by one expert, or as the strategy mixes them."""
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        chosen = None if expert is None else torch.full((len(x),), expert)
+        options: dict[str, Any] = dict(conditions)
+        return model.velocity(x.to(model.device), t, expert=chosen, **options)
+
+    return velocity
+
+
+def velocities_of(model: Ensemble, conditions: Mapping[str, Tensor]) -> list[Velocity]:
+    """The velocity of each expert, for states with these conditions."""
+    return [_velocity_of(model, conditions, k) for k in range(len(model.experts))]
 
 
 def flows_of(
@@ -41,11 +58,7 @@ def flows_of(
     labels = conditions.get(LABELS)
 
     def flow_of(experts: Sequence[int], expert: int | None) -> Flow:
-        def velocity(x: Tensor, t: Tensor) -> Tensor:
-            chosen = None if expert is None else torch.full((len(x),), expert)
-            options: dict[str, Any] = dict(conditions)
-            return model.velocity(x.to(model.device), t, expert=chosen, **options)
-
+        velocity = _velocity_of(model, conditions, expert)
         beginners = [beginner_of(model, k) for k in experts]
         gaussians = []
         for one in beginners:

@@ -30,6 +30,11 @@ class Mean(OpenRecord):
         error = statistics.stdev(values) / len(values) ** 0.5
         return cls(value=statistics.fmean(values), half_width=SURE * error)
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The whole interval."""
+        return self.value - self.half_width, self.value + self.half_width
+
     def __str__(self) -> str:
         return f"{self.value:.4g} ± {self.half_width:.2g}"
 
@@ -113,19 +118,25 @@ Values = dict[str, dict[str, tuple[float, ...]]]
 """By row of a table and by column, a value per image."""
 
 
-def values_of(results: Sequence[tuple[str, HeldOutScores]]) -> Values:
-    """Errors by noise level, their mean over levels, and bits, of named results and all their strategies.
-
-    Raises `HddmError` for results of other images or noise than the first.
-    """
+def refuse_unlike(results: Sequence[tuple[str, HeldOutScores]]) -> None:
+    """Raise an `HddmError` for named results of other images or noise than the first."""
     first_name, first = results[0]
-    found: Values = {}
     for name, one in results:
         if one.measured != first.measured:
             raise HddmError(
                 f"{name} and {first_name}: were measured on other images or noise; evaluate both with the "
                 "same `held_out`, `num_images`, `noise_draws`, `likelihood_images` and `seed`"
             )
+
+
+def values_of(results: Sequence[tuple[str, HeldOutScores]]) -> Values:
+    """Errors by noise level, their mean over levels, and bits, of named results and all their strategies.
+
+    Raises `HddmError` as `refuse_unlike`.
+    """
+    refuse_unlike(results)
+    found: Values = {}
+    for name, one in results:
         for scores in one.strategies:
             title = name if len(one.strategies) == 1 else f"{name} {scores.strategy}".strip()
             for level in scores.levels:

@@ -19,6 +19,7 @@ from hddm.experts.ensemble_folders import (
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
 from hddm.objective.errors import noise_of
+from hddm.objective.flows import velocities_of
 from hddm.objective.scores import HeldOutImages
 from hddm.reliability import ReliabilityRouter
 from hddm.settings import CalibrationSettings
@@ -192,9 +193,7 @@ def _grams(
 ) -> Tensor:
     """Products of the errors of every two experts (n, K, K), per dimension."""
     errors = []
-    for k in range(len(model.experts)):
-        chosen = torch.full((len(x_t),), k)
-        v = model.velocity(x_t, t, expert=chosen, **dict(conditions)).cpu()  # type: ignore[arg-type]
-        errors.append((v - target).double().flatten(1))
+    for velocity in velocities_of(model, conditions):
+        errors.append((velocity(x_t, t).cpu() - target).double().flatten(1))
     stacked = torch.stack(errors, 1)
     return torch.einsum("nkd,nld->nkl", stacked, stacked) / stacked.shape[2]
