@@ -20,7 +20,15 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 import hddm
-from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
+from benchmarks.harness import (
+    RESULTS,
+    ResultsOption,
+    SeedsOption,
+    Start,
+    WorkOption,
+    main,
+    run_once,
+)
 from hddm.calibration import Calibration, Moments
 from hddm.conditions import Conditions
 from hddm.data.images import to_bytes, to_unit_range
@@ -33,7 +41,6 @@ from hddm.running import Batch, run
 from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.solvers import SOLVERS
 from hddm.velocity import VelocityField
-from hddm_cli.app import run_words
 from tests.cases import LINEAR, case_named, oracle_field
 from tests.oracles import GaussianMixture, exact_router
 
@@ -147,11 +154,11 @@ class Pictures:
         self.name = "digits" if cifar is None else "cifar10"
         self.whole, self.parts = work / "all" / "shard_0", work / "parts"
         if cifar is None:
-            _made(work / "digits", ["data", "digits"])
+            run_once(work / "digits", ["data", "digits"])
             training, held_out = work / "digits" / "train", work / "digits" / "held_out"
             for folder, count in (("all", 1), ("parts", 2)):
                 words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
-                _made(work / folder, words)
+                run_once(work / folder, words)
         else:
             training, held_out = work / "all", work / "test" / "shard_0"
             for folder, images, options in (
@@ -160,9 +167,9 @@ class Pictures:
                 ("test", "test", "--shards 1 --held-out 0"),
             ):
                 words = ["partition", str(cifar / images), "--only", CLASSES, *options.split()]
-                _made(work / f"{folder}-photos", words)
+                run_once(work / f"{folder}-photos", words)
                 words = ["encode", str(work / f"{folder}-photos"), "--resolution", "16"]
-                _made(work / folder, words)
+                run_once(work / folder, words)
         self.measure = Measure(training, held_out)
 
     def head(self, title: str, seeds: int) -> list[str]:
@@ -182,16 +189,10 @@ class Pictures:
             DDPMScheduler(**SCHEDULES[schedule]).save_pretrained(folder)
             words = [*words[:-1], "ddpm", "--schedule", str(folder / "scheduler_config.json")]
         recipe = [*RECIPES[self.name].split(), *DEVICE.split()]
-        _made(self._work / name, [*words, "--seed", str(seed), *recipe])
+        run_once(self._work / name, [*words, "--seed", str(seed), *recipe])
         model = hddm.load(self._work / name)
         assert isinstance(model, VelocityField)
         return model
-
-
-def _made(out: Path, words: Sequence[str]) -> None:
-    """Run a command of hddm unless its output is there."""
-    if not out.exists():
-        run_words([*words, "--out", str(out)])
 
 
 class Measure:

@@ -25,6 +25,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
 from hddm.utils.processes import compute_environment, environment
 from hddm.utils.work import machine
+from hddm_cli.app import run_words
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -59,6 +60,12 @@ def main(app: Callable[[], object]) -> None:
         app()
     except HddmError as error:
         sys.exit(f"{Path(sys.argv[0]).parent.name}: {error}")
+
+
+def run_once(out: Path, words: Sequence[str]) -> None:
+    """Run a command of hddm unless its output is there."""
+    if not out.exists():
+        run_words([*words, "--out", str(out)])
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,18 @@ from torch import Tensor
 
 import hddm
 from benchmarks.first_step import Measure
-from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
+from benchmarks.harness import (
+    RESULTS,
+    ResultsOption,
+    SeedsOption,
+    Start,
+    WorkOption,
+    main,
+    run_once,
+)
 from hddm.objective.records import HeldOutScores
 from hddm.objective.scores import score_held_out
 from hddm.utils.files import write_json
-from hddm_cli.app import run_words
 
 app = typer.Typer(help="When it pays to mix experts.", no_args_is_help=True, add_completion=False)
 
@@ -62,20 +69,20 @@ class Digits:
         place = self.folder / name
         number = self.seed if seed is None else seed
         given = ["train", "expert", str(self.work / shard), *words.split(), *RECIPE.split()]
-        made(place, [*given, *DEVICE.split(), "--seed", str(number)])
+        run_once(place, [*given, *DEVICE.split(), "--seed", str(number)])
         return place
 
     def ensemble(self, name: str, experts: Sequence[Path], words: str = "") -> Path:
         """An ensemble of experts."""
         place = self.folder / name
-        made(place, ["assemble", *map(str, experts), *words.split()])
+        run_once(place, ["assemble", *map(str, experts), *words.split()])
         return place
 
     def weighed(self, name: str, ensemble: Path) -> Path:
         """An ensemble whose experts are weighed on validation images."""
         place = self.folder / name
         data = str(self.work / "all" / "held_out")
-        made(place, ["calibrate", str(ensemble), "--data", data, "--seed", str(self.seed)])
+        run_once(place, ["calibrate", str(ensemble), "--data", data, "--seed", str(self.seed)])
         return place
 
     def row(self, title: str, model: Path, strategy: str | None = None) -> "Row":
@@ -103,12 +110,6 @@ class Digits:
         opened = hddm.load(model)
         samples = hddm.sample(opened, NUM, noise, calls, strategy, batch_size=500, **options)
         return self.measure(samples)
-
-
-def made(out: Path, words: Sequence[str]) -> None:
-    """Run a command of hddm unless its output is there."""
-    if not out.exists():
-        run_words([*words, "--out", str(out)])
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,10 @@ class Row:
 def prepared(work: Path) -> Measure:
     """The digits: all in one shard, and in four; and the distance to held-out images."""
     work.mkdir(parents=True, exist_ok=True)
-    made(work / "digits", ["data", "digits"])
+    run_once(work / "digits", ["data", "digits"])
     training = str(work / "digits" / "train")
     for name, shards in (("all", 1), ("parts", 4)):
-        made(work / name, ["partition", training, "--shards", str(shards), "--held-out", "0.2"])
+        run_once(work / name, ["partition", training, "--shards", str(shards), "--held-out", "0.2"])
     return Measure(work / "all" / "shard_0", work / "digits" / "held_out")
 
 
@@ -204,7 +205,7 @@ def from_one(one: Digits, ddpm: str) -> dict[str, Row]:
     router = one.folder / "router"
     parts = str(one.work / "parts")
     words = ["train", "router", parts, *ROUTER.split(), *DEVICE.split(), "--seed", str(one.seed)]
-    made(router, words)
+    run_once(router, words)
     experts: dict[str, list[Path]] = {"flow": [], "ddpm": []}
     for k in range(4):
         for objective in experts:

@@ -20,17 +20,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
+from benchmarks.harness import (
+    RESULTS,
+    ResultsOption,
+    SeedsOption,
+    Start,
+    WorkOption,
+    main,
+    run_once,
+)
 from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import Samples, Shard, join_samples, open_shard
 from hddm.experts.records import read_router
 from hddm.experts.topics import topic_of
-from hddm.networks.encoders import CLIP, CLIP_TOKENIZER
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
 from hddm.prompt_router import PromptRouter
 from hddm.routers import given_condition
@@ -38,7 +44,7 @@ from hddm.training.router_accuracy import BINS
 from hddm.training.router_conditions import conditions_of
 from hddm.training.router_temperatures import noised_logits
 from hddm.velocity import TIME_SCALE
-from hddm_cli.app import run_words
+from hddm_cli.data import write_random_clip
 
 RECIPE = "--batch-size 64 --ema-decay 0.99"
 DEVICE = "--device cpu --threads 1"
@@ -99,13 +105,13 @@ def run(
 
 def _questions(work: Path, pictures: Path | None) -> list[Question]:
     digits, captioned = work / "digits", work / "captioned"
-    _made(digits, "data digits")
-    _made(captioned, f"data captions {digits / 'train'}")
+    run_once(digits, ["data", "digits"])
+    run_once(captioned, f"data captions {digits / 'train'}".split())
     rest = f"--shards {SHARDS} --held-out {HELD_OUT_SHARE}"
-    _made(work / "by-class", f"partition {digits / 'train'} {rest}")
-    _made(work / "caption-images", f"partition {captioned} {rest}")
+    run_once(work / "by-class", f"partition {digits / 'train'} {rest}".split())
+    run_once(work / "caption-images", f"partition {captioned} {rest}".split())
     texts = f"--text-encoder {captioned / 'text_encoder'} --tokenizer {captioned / 'tokenizer'}"
-    _made(work / "captions", f"encode {work / 'caption-images'} {texts}")
+    run_once(work / "captions", f"encode {work / 'caption-images'} {texts}".split())
     found = [
         Question("digits by class", work / "by-class", "class", "--size tiny"),
         Question("digits by captions", work / "captions", "text", "--size tiny"),
@@ -118,8 +124,8 @@ def _questions(work: Path, pictures: Path | None) -> list[Question]:
     texts = f"--text-encoder {named / 'text_encoder'} --tokenizer {named / 'tokenizer'}"
     groups = " ".join(f"--classes g{k}={group}" for k, group in enumerate(GROUPS))
     images, encoded = work / "categories-images", work / "categories"
-    _made(images, f"partition {named} {groups} --held-out {HELD_OUT_SHARE}")
-    _made(encoded, f"encode {images} {texts} --resolution 16")
+    run_once(images, f"partition {named} {groups} --held-out {HELD_OUT_SHARE}".split())
+    run_once(encoded, f"encode {images} {texts} --resolution 16".split())
     title = "pictures by names, shards of categories"
     return [*found, Question(title, encoded, "text", "--size 2x32/4")]
 
@@ -136,36 +142,7 @@ def _write_pictures(source: Path, out: Path) -> None:
             line = {"file_name": name, "text": row["name"], "label": path.parent.name}
             lines.append(json.dumps(line) + "\n")
     (out / "metadata.jsonl").write_text("".join(lines))
-    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789"]
-    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{one}</w>" for one in letters)]
-    tokenizer = getattr(transformers, CLIP_TOKENIZER)(
-        vocab={word: place for place, word in enumerate(words)}, merges=[], model_max_length=TOKENS
-    )
-    tokenizer.save_pretrained(out / "tokenizer")
-    torch.manual_seed(0)
-    kind = getattr(transformers, CLIP)
-    config = kind.config_class(
-        vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    encoder = kind(config)
-    for parameter in encoder.parameters():
-        if parameter.ndim != 1:
-            parameter.data = 0.3 * torch.randn(parameter.shape)
-    encoder.save_pretrained(out / "text_encoder")
-
-
-def _made(out: Path, words: str) -> None:
-    """Run a command of hddm unless its output is there."""
-    if not out.exists():
-        run_words([*words.split(), "--out", str(out)])
+    write_random_clip(out, "abcdefghijklmnopqrstuvwxyz0123456789", TOKENS)
 
 
 def _measured(question: Question, work: Path, seeds: int, steps: int) -> dict[str, Any]:
@@ -191,7 +168,7 @@ def _measured(question: Question, work: Path, seeds: int, steps: int) -> dict[st
         for name, option in (("blind", ""), ("seeing", f"--condition {question.condition}")):
             out = work / f"{question.folder.name}-{name}-{seed}"
             words = f"train router {question.folder} {question.options} --steps {steps}"
-            _made(out, f"{words} --seed {seed} {RECIPE} {DEVICE} {option}")
+            run_once(out, f"{words} --seed {seed} {RECIPE} {DEVICE} {option}".split())
             networks[name] = read_router(out)[0]
         ways = _ways(question, networks, (store, labels), (shards, fresh), (prior, alone))
         for way, scores in ways.items():

@@ -102,17 +102,9 @@ def captions(
     import shutil
     import string
 
-    import torch
-    import transformers
-
-    from hddm.networks.encoders import CLIP, CLIP_TOKENIZER
     from hddm.utils.files import new_folder
 
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    begin, end = "<|startoftext|>", "<|endoftext|>"
-    letters = string.ascii_lowercase
-    words = [begin, end, *letters]
-    words += [f"{letter}</w>" for letter in letters]
     with new_folder(out, "metadata.jsonl") as draft:
         lines = []
         for number, path in enumerate(sorted(images.rglob("*.png"))):
@@ -121,30 +113,45 @@ def captions(
             text = (name, f"the digit {name}", f"a picture of {name}")[number % 3]
             lines.append(json.dumps({"file_name": f"{number:04d}.png", "text": text}) + "\n")
         (draft / "metadata.jsonl").write_text("".join(lines))
-        vocabulary = {word: place for place, word in enumerate(words)}
-        tokenizer = getattr(transformers, CLIP_TOKENIZER)(
-            vocab=vocabulary, merges=[], model_max_length=24
-        )
-        tokenizer.save_pretrained(draft / "tokenizer")
-        torch.manual_seed(0)
-        kind = getattr(transformers, CLIP)
-        config = kind.config_class(
-            vocab_size=len(words),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=24,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-        )
-        encoder = kind(config)
-        for parameter in encoder.parameters():
-            if parameter.ndim != 1:
-                parameter.data = 0.3 * torch.randn(parameter.shape)
-        encoder.save_pretrained(draft / "text_encoder")
+        write_random_clip(draft, string.ascii_lowercase, 24)
     typer.echo(f"{out}: {len(lines)} images with captions, text_encoder and tokenizer")
+
+
+def write_random_clip(folder: Path, symbols: str, tokens: int) -> None:
+    """Write ``tokenizer`` and ``text_encoder``: CLIP with random weights that reads these symbols one by one.
+
+    A text has up to so many ``tokens``.
+    """
+    import torch
+    import transformers
+
+    from hddm.networks.encoders import CLIP, CLIP_TOKENIZER
+
+    words = ["<|startoftext|>", "<|endoftext|>", *symbols]
+    words += [f"{symbol}</w>" for symbol in symbols]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = getattr(transformers, CLIP_TOKENIZER)(
+        vocab=vocabulary, merges=[], model_max_length=tokens
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    torch.manual_seed(0)
+    kind = getattr(transformers, CLIP)
+    config = kind.config_class(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokens,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    encoder = kind(config)
+    for parameter in encoder.parameters():
+        if parameter.ndim != 1:
+            parameter.data = 0.3 * torch.randn(parameter.shape)
+    encoder.save_pretrained(folder / "text_encoder")
 
 
 add(group, check)
