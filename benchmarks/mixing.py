@@ -37,7 +37,7 @@ from hddm.utils.files import write_json
 
 app = typer.Typer(help="When it pays to mix experts.", no_args_is_help=True, add_completion=False)
 
-RECIPE = "--optimizer adamw --batch-size 32 --learning-rate 8e-3 --ema-decay 0.99 --size mini"
+RECIPE = "--optimizer adamw --batch-size 32 --learning-rate 8e-3 --ema-decay 0.99"
 """That of the preset digits, whose rates were chosen on validation images."""
 ROUTER = (
     "--optimizer adamw --steps 1600 --batch-size 64 --learning-rate 4e-3 --ema-decay 0.99 --size tiny "
@@ -69,6 +69,8 @@ class Digits:
         place = self.folder / name
         number = self.seed if seed is None else seed
         given = ["train", "expert", str(self.work / shard), *words.split(), *RECIPE.split()]
+        if "--init" not in given:
+            given += ["--size", "mini"]
         run_once(place, [*given, *DEVICE.split(), "--seed", str(number)])
         return place
 
