@@ -3,6 +3,7 @@
 ``same-data``: several experts of one data set, averaged, weighed by reliability, drawn, and alone.
 ``by-noise``: a pair that divides the noise by objective, beside one model and a pair of one objective.
 ``from-one``: experts of four shards that start from one pretrained model and go on with unlike objectives.
+``disjoint``: experts of four shards that start from nothing.
 ``native``: experts by their own samplers, and by the common velocity, at equal calls.
 
 Everything that is trained or measured is kept in ``--work``: a run that is cut off goes on where it was, and
@@ -31,6 +32,7 @@ from benchmarks.harness import (
     main,
     run_once,
 )
+from benchmarks.mixing.verdicts import READING, answers, verdict_table
 from hddm.objective.records import HeldOutScores
 from hddm.objective.scores import score_held_out
 from hddm.utils.files import write_json
@@ -204,17 +206,32 @@ def from_one(one: Digits, ddpm: str) -> dict[str, Row]:
     """Experts of four shards from one DDPM model of all data, continued with one objective or two."""
     predicts = f"--prediction {ddpm}"
     begun = one.expert("begun", "all/shard_0", f"--objective ddpm {predicts} --steps 400")
+    words = {objective: f"--objective {objective} --init {begun}" for objective in ("flow", "ddpm")}
+    # Four experts of 1,200 steps, and the 400 of the model that they begin with.
+    return _of_shards(one, ddpm, "from-one", words, 1200, 400 + 4 * 1200)
+
+
+def disjoint(one: Digits, ddpm: str) -> dict[str, Row]:
+    """Experts of four shards, each from scratch, with one objective or two."""
+    words = {"flow": "--objective flow", "ddpm": f"--objective ddpm --prediction {ddpm}"}
+    return _of_shards(one, ddpm, "disjoint", words, STEPS, 4 * STEPS)
+
+
+def _of_shards(
+    one: Digits, ddpm: str, regime: str, words: Mapping[str, str], steps: int, all_steps: int
+) -> dict[str, Row]:
+    """Ensembles of four shards by several strategies, and one model with the steps of all their experts."""
     router = one.folder / "router"
-    parts = str(one.work / "parts")
-    words = ["train", "router", parts, *ROUTER.split(), *DEVICE.split(), "--seed", str(one.seed)]
-    run_once(router, words)
-    experts: dict[str, list[Path]] = {"flow": [], "ddpm": []}
-    for k in range(4):
-        for objective in experts:
-            words_of = f"--objective {objective} --init {begun} --steps 1200"
-            experts[objective].append(
-                one.expert(f"{objective}-from-one-{k}", f"parts/shard_{k}", words_of)
+    given = ["train", "router", str(one.work / "parts"), *ROUTER.split(), *DEVICE.split()]
+    run_once(router, [*given, "--seed", str(one.seed)])
+    experts: dict[str, list[Path]] = {}
+    for objective, own in words.items():
+        experts[objective] = []
+        for k in range(4):
+            expert = one.expert(
+                f"{objective}-{regime}-{k}", f"parts/shard_{k}", f"{own} --steps {steps}"
             )
+            experts[objective].append(expert)
     groups = {
         "four flow": experts["flow"],
         f"four DDPM ({ddpm})": experts["ddpm"],
@@ -223,13 +240,14 @@ def from_one(one: Digits, ddpm: str) -> dict[str, Row]:
     rows = {}
     for title, group in groups.items():
         name = title.replace(" ", "-").replace("(", "").replace(")", "")
-        whole = one.ensemble(f"{name}-from-one", group, f"--router {router}")
+        whole = one.ensemble(f"{name}-{regime}", group, f"--router {router}")
         for strategy in ("draw", "full", "top-1", "top-2"):
-            rows[f"{title}: {strategy}"] = one.row(f"{title}, {strategy}", whole, strategy)
-    # Four experts of 1,200 steps, and the 400 of the model that they begin with.
-    steps = 400 + 4 * 1200
-    alone = one.expert("flow-of-all", "all/shard_0", f"--objective flow --steps {steps}")
-    rows["one flow model, equal compute"] = one.row("one flow model, equal compute", alone)
+            label = f"{title}, {strategy}"
+            if regime != "from-one":
+                label = f"{regime}, {label}"
+            rows[f"{title}: {strategy}"] = one.row(label, whole, strategy)
+    alone = one.expert(f"flow-{all_steps}", "all/shard_0", f"--objective flow --steps {all_steps}")
+    rows["one flow model, equal compute"] = one.row(f"flow, {all_steps} steps", alone)
     return rows
 
 
@@ -237,12 +255,13 @@ REGIMES: Mapping[str, Callable[[Digits, str], dict[str, Row]]] = {
     "same-data": same_data,
     "by-noise": by_noise,
     "from-one": from_one,
+    "disjoint": disjoint,
 }
 
 
 @app.command()
 def regime(
-    name: Annotated[str, typer.Argument(help="same-data, by-noise or from-one.")],
+    name: Annotated[str, typer.Argument(help="same-data, by-noise, from-one or disjoint.")],
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs/mixing"),
     seeds: SeedsOption = 5,
@@ -259,6 +278,8 @@ def regime(
         for title, row in REGIMES[name](one, ddpm).items():
             found.setdefault(title, {})[str(seed)] = row.figures
     lines = [f"# Mixing experts on digits: {name}", _TEXT.format(seeds=seeds), "", *table(found)]
+    if seeds > 1:
+        lines += ["", READING, "", *verdict_table(answers(name, found))]
     print("\n".join(lines))
     typer.echo(start.write(f"mixing-{name}", lines, {"figures": found, "ddpm": ddpm}))
 

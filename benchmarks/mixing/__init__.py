@@ -1,0 +1,1 @@
+"""When it pays to mix experts: regimes, controls, and the questions that were asked beforehand."""
