@@ -15,8 +15,8 @@ from hddm.objective.likelihood import (
     Flow,
     LikelihoodSettings,
     bits_per_dimension,
+    divergence,
     log_likelihood,
-    velocity_and_divergence,
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
@@ -126,9 +126,9 @@ def test_the_error_of_the_integral_falls_with_the_fourth_power_of_the_steps(end:
 def test_estimates_of_the_trace_are_unbiased_and_their_spread_is_there() -> None:
     x = _data(4)
     t = torch.full((4,), 0.3, dtype=torch.float64)
-    _, exact = velocity_and_divergence(WHOLE.velocity, x, t, None)
+    exact = divergence(WHOLE.velocity, x, t, None)
     signs = [noise_of(range(4), SHAPE, SEED, Use.PROBES, part).sign() for part in range(2000)]
-    _, rows = velocity_and_divergence(WHOLE.velocity, x, t, torch.stack(signs))
+    rows = divergence(WHOLE.velocity, x, t, torch.stack(signs))
     assert rows.shape == (2000, 4)
     error = rows.std(0) / 2000**0.5
     assert (rows.std(0) > 0).all()
@@ -139,7 +139,7 @@ def test_the_exact_trace_is_that_of_finite_differences_through_the_router() -> N
     model = _mixed("full")
     (flow,), _ = flows_of(model, {}, 3)
     x, t = WHOLE.states_at(0.5, 3, 1, SHAPE)
-    _, found = velocity_and_divergence(flow.velocity, x, t, None)
+    found = divergence(flow.velocity, x, t, None)
     expected, width = torch.zeros(3, dtype=torch.float64), 1e-5
     for place in range(DIMENSIONS):
         moved = torch.zeros_like(x)
