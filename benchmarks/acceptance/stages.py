@@ -216,7 +216,7 @@ def refusal_of_hub(error: BaseException) -> str | None:
             return "the hub shows no such repository; a private one needs a token"
         if isinstance(seen, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
             return "no network: the hub cannot be reached"
-        is_of_http = type(seen).__module__.split(".")[0] in ("httpx", "httpcore", "requests")
+        is_of_http = type(seen).__module__.startswith(("httpx", "httpcore", "requests"))
         if is_of_http and not isinstance(seen, errors.HfHubHTTPError):
             return "no network: the hub cannot be reached"
         # What was handled when it was raised need not be its cause.
