@@ -119,9 +119,10 @@ class Shelf:
         # Another sampling thread must not evict the network that runs here.
         with self.lock:
             self.bring(network)
+            presence = self._presences[network]
             self._bring_next()
             yield
-            self._presences[network].end()
+            presence.end()
 
     @property
     def total(self) -> int:
