@@ -125,9 +125,9 @@ class Ensemble(Parts):
     def at_sizes(self, sizes: Sequence[Size], pixels: Sequence[int]) -> "Ensemble":
         """The same ensemble for samples of other heights and widths, of each expert's latents.
 
-        A picture has as many ``pixels`` to one side of an expert's samples. A router, which sees samples of
-        its own size alone, is left out where any differs. Raises `HddmError` for sizes that the networks do
-        not take, a line for each expert.
+        A picture has as many ``pixels`` to one side of an expert's samples. A router that sees samples sees
+        those of its own size alone, and is left out where any differs; weights by noise level alone stay.
+        Raises `HddmError` for sizes that the networks do not take, a line for each expert.
         """
         found, parts = Findings(), []
         for k, (part, size, factor) in enumerate(zip(self.parts, sizes, pixels, strict=True)):
@@ -145,8 +145,11 @@ class Ensemble(Parts):
                 f"a calibration is of one size alone: those of expert {', '.join(left_out)} are left out",
                 stacklevel=2,
             )
-        other = Ensemble(parts, None, self.strategy, self.prior, shift=self.shift)
-        other.is_resized = self.router is not None
+        router = None
+        if isinstance(self.router, ReliabilityRouter) and self.router.base is None:
+            router = self.router
+        other = Ensemble(parts, router, self.strategy, self.prior, shift=self.shift)
+        other.is_resized = router is None and self.router is not None
         return other
 
     def velocity(

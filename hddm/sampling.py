@@ -209,7 +209,8 @@ def plan(
         solver_name=solver_name,
         grid_steps=grid_steps,
         times=times,
-        shift=shift,
+        # A native sampler has times of its own.
+        shift=None if native is not None else shift,
         guidance=guidance,
         noise=noise() if callable(noise) else noise,
         shape=shape,

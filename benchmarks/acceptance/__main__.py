@@ -14,7 +14,7 @@ import typer
 from benchmarks.acceptance.entries import gigabytes
 from benchmarks.acceptance.plan import all_stages, chosen
 from benchmarks.acceptance.report import Report
-from benchmarks.acceptance.stages import Finished, Kit, has_problem, run_stages
+from benchmarks.acceptance.stages import Finished, Kit, costs, has_problem, run_stages
 from benchmarks.harness import RESULTS, command, main
 from benchmarks.timing import DeviceOption
 from hddm.utils.errors import UsageError
@@ -39,7 +39,9 @@ def show(one: Finished) -> None:
     for figure in one.result.figures:
         typer.echo(f"  {figure.line}")
     reason = f": {one.reason}" if one.reason else ""
-    kept = ", by an earlier start" if one.was_kept else f", {one.seconds:.0f} s"
+    kept = ", by an earlier start"
+    if not one.was_kept:
+        kept = f", {one.seconds:.0f} s ({one.processor:.0f} s of the processor)"
     typer.echo(f"{one.stage}{mark}: {one.outcome}{reason}{kept}")
 
 
@@ -92,6 +94,7 @@ def acceptance(
             report.finished.append(one)
             show(one)
             page = report.write()
+    typer.echo(costs(report.finished))
     typer.echo(page)
     raise typer.Exit(has_problem(report.finished))
 

@@ -4,7 +4,6 @@ The reference is diffusers' own network and pipeline, read as the table of `entr
 this file's own.
 """
 
-import gc
 import math
 import shutil
 import time
@@ -29,6 +28,7 @@ from benchmarks.figures import Figure, Result, at_least, at_most, holds, told
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.files import read_json
 from hddm.utils.hub import local, origin_of
+from hddm.utils.memory import release
 from hddm.velocity import VelocityField
 
 SHARES = (0.1, 0.5, 0.9)
@@ -388,13 +388,6 @@ def own_picture(
     began = time.perf_counter()
     made = pipe(**given, seed=0, output_type="np").images
     return np.asarray(made[0], dtype=np.float64), time.perf_counter() - began
-
-
-def release() -> None:
-    """Give the memory of deleted models back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def converted(entry: Entry, kit: Kit) -> Path:

@@ -101,6 +101,7 @@ class Entry:
         call: arguments of the pipeline of diffusers.
         configs: repository whose configs and vocabulary a single file needs.
         lora: a LoRA of this model.
+        memory: gigabytes of a GPU that the comparison needs; 0 where any that runs it will do.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Entry:
     call: Mapping[str, Any] = field(default_factory=dict)
     configs: str = ""
     lora: Lora | None = None
+    memory: float = 0.0
 
     @property
     def source(self) -> str:
@@ -263,6 +265,7 @@ ENTRIES = (
         1024,
         access=TOKEN,
         conversion={"sample_size": 128},
+        memory=60.0,
         call={"prompt": PROMPT, "guidance_scale": 0.0, "num_inference_steps": 4},
         lora=Lora(
             "alvdansen/frosting_lane_flux",

@@ -19,7 +19,6 @@ from benchmarks.acceptance.checkpoints import (
     kept_expert,
     moved,
     network_part,
-    release,
     sized,
     state_shape,
     stock_network,
@@ -30,6 +29,7 @@ from benchmarks.acceptance.stages import Kit, relative_error
 from benchmarks.figures import Figure, Result, at_least, at_most, told
 from hddm.checkpoints.lora import convert_lora
 from hddm.utils.hub import origin_of
+from hddm.utils.memory import release
 
 SHARE = SHARES[1]
 _LEAST_CHANGE = 1e-4

@@ -4,7 +4,6 @@ Weights are random: memory and time do not depend on their values. Prompts are e
 """
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,14 @@ import torch
 from torch import Tensor
 
 import hddm
-from benchmarks.acceptance.checkpoints import be_exact, kept_expert, release
+from benchmarks.acceptance.checkpoints import be_exact, kept_expert
 from benchmarks.acceptance.stages import Kit
 from benchmarks.figures import Result, at_most, told
 from benchmarks.full_size import MODELS, SD_BETAS
 from benchmarks.inference.memory import peak
+from benchmarks.timing import between, now
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.memory import release
 
 STEPS = 8
 VAE = {
@@ -195,10 +196,8 @@ def _taken(
     calls: list[int] = []
     hook = network(pipe).register_forward_hook(lambda *_: calls.append(1))
     with peak(device) as found:
-        began = time.perf_counter()
+        began = now(device)
         call(pipe)
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        seconds = between(began, now(device)).seconds
     hook.remove()
     return Taken(seconds, found[0], max(len(calls), 1))

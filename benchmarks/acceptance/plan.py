@@ -42,6 +42,7 @@ def all_stages(device: str) -> list[Stage]:
             entry.title,
             partial(compare, entry),
             identity=repr(entry),
+            memory=entry.memory,
         )
         stages.append(compared)
         if entry.lora is not None:
@@ -51,6 +52,7 @@ def all_stages(device: str) -> list[Stage]:
                 f"LoRA {entry.lora.repo} on {entry.title}",
                 partial(compare_lora, entry),
                 identity=repr(entry),
+                memory=entry.memory,
             )
             stages.append(adapted)
     uses = ("samples", "statistics")

@@ -7,9 +7,12 @@ that raises anything else has failed. Either way the next stage runs.
 import hashlib
 import json
 import math
+import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,7 +21,8 @@ import torch
 from benchmarks.figures import MISSED, Figure, Result
 from benchmarks.harness import apart, plain
 from hddm.utils.files import read_json, write_json
-from hddm.utils.processes import environment
+from hddm.utils.machine import room_on
+from hddm.utils.processes import compute_environment, environment
 from hddm.utils.work import machine
 
 FAILED, NOT_RUN = "failed", "not run"
@@ -66,7 +70,8 @@ class Stage:
     """A function of the kit's settings, by its name and the group that it belongs to.
 
     ``uses`` are settings that change what it finds, beside device and hub; ``identity`` is all else that
-    does. One that ``needs_gpu`` is not begun on a CPU.
+    does. One that ``needs_gpu`` is not begun on a CPU, and one of published models not on a GPU with fewer
+    gigabytes of ``memory``.
     """
 
     name: str
@@ -76,11 +81,15 @@ class Stage:
     uses: Sequence[str] = ()
     identity: str = ""
     needs_gpu: bool = False
+    memory: float = 0.0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A stage with its outcome, its seconds and the time at which it ended."""
+    """A stage with its outcome, its seconds and the time at which it ended.
+
+    ``processor`` is what it took of all cores in seconds, with all processes that it waited for.
+    """
 
     stage: str
     group: str
@@ -89,6 +98,7 @@ class Finished:
     result: Result
     reason: str = ""
     seconds: float = 0.0
+    processor: float = 0.0
     ended: str = ""
     was_kept: bool = False
 
@@ -117,15 +127,14 @@ def run_stages(
 
 
 def _run(stage: Stage, kit: Kit, is_apart: bool) -> Finished:
-    began = time.perf_counter()
-    reason, result = "", Result()
+    began, own = time.perf_counter(), _own_processor()
+    reason, result, processor = "", Result(), 0.0
     try:
-        if stage.needs_gpu and not kit.is_gpu:
-            reason = "needs a GPU"
-        elif is_apart:
+        reason = lack_of(stage, kit)
+        if not reason and is_apart:
             with environment(dict(kit.addresses)):
-                result, reason = apart(kit.threads, guarded, stage.run, kit)
-        else:
+                result, reason, processor = in_process(kit, stage.run)
+        elif not reason:
             result, reason = guarded(stage.run, kit)
         outcome = NOT_RUN if reason else result.outcome
     # Whatever a stage ends with, the others go on.
@@ -141,8 +150,46 @@ def _run(stage: Stage, kit: Kit, is_apart: bool) -> Finished:
         result,
         reason,
         round(time.perf_counter() - began, 1),
+        round(processor + _own_processor() - own, 1),
         time.strftime("%Y-%m-%d %H:%M:%S"),
     )
+
+
+def lack_of(stage: Stage, kit: Kit) -> str:
+    """What this machine lacks for a stage; empty where nothing is known to lack."""
+    if stage.needs_gpu and not kit.is_gpu:
+        return "needs a GPU"
+    room = room_on(torch.device(kit.device)) if kit.is_gpu and kit.is_real else None
+    if room is None or room.total >= 1e9 * stage.memory:
+        return ""
+    return f"needs {stage.memory:g} GB, and {room.name} has {room.total / 1e9:.0f} GB"
+
+
+def in_process(kit: Kit, run: Callable[[Kit], Result]) -> tuple[Result, str, float]:
+    """`guarded` in a process of its own, and the seconds of the processor that this took.
+
+    On a CPU it is forked from one that has imported everything, since most of a small stage would be imports.
+    CUDA does not survive a fork once a package has looked for devices.
+    """
+    if kit.is_gpu:
+        return apart(kit.threads, _with_processor, run, kit)
+    multiprocessing.set_forkserver_preload(["benchmarks.acceptance.plan"])
+    server = multiprocessing.get_context("forkserver")
+    variables = compute_environment(kit.threads)
+    with environment(variables), ProcessPoolExecutor(1, server) as pool:
+        return pool.submit(_with_processor, run, kit).result()
+
+
+def _with_processor(run: Callable[[Kit], Result], kit: Kit) -> tuple[Result, str, float]:
+    result, reason = guarded(run, kit)
+    used = os.times()
+    return result, reason, _own_processor() + used.children_user + used.children_system
+
+
+def _own_processor() -> float:
+    """Seconds of the processor that this process has taken."""
+    used = os.times()
+    return used.user + used.system
 
 
 def guarded(run: Callable[[Kit], Result], kit: Kit) -> tuple[Result, str]:
@@ -151,8 +198,6 @@ def guarded(run: Callable[[Kit], Result], kit: Kit) -> tuple[Result, str]:
         return run(kit), ""
     except NotRun as error:
         return Result(), str(error)
-    except torch.OutOfMemoryError:
-        return Result(), "the memory of the device is too small"
     except Exception as error:
         if reason := refusal_of_hub(error):
             return Result(), reason
@@ -169,12 +214,13 @@ def refusal_of_hub(error: BaseException) -> str | None:
             return "needs a token: accept the model's terms on its page, and run hf auth login"
         if isinstance(seen, errors.RepositoryNotFoundError):
             return "the hub shows no such repository; a private one needs a token"
-        if isinstance(seen, errors.LocalEntryNotFoundError | ConnectionError):
+        if isinstance(seen, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
             return "no network: the hub cannot be reached"
-        is_of_http = type(seen).__module__.split(".")[0] in ("httpx", "httpcore", "requests")
+        is_of_http = type(seen).__module__.startswith(("httpx", "httpcore", "requests"))
         if is_of_http and not isinstance(seen, errors.HfHubHTTPError):
             return "no network: the hub cannot be reached"
-        seen = seen.__cause__ or seen.__context__
+        # What was handled when it was raised need not be its cause.
+        seen = seen.__cause__
     return None
 
 
@@ -207,6 +253,13 @@ def _read(path: Path, key: str) -> Finished | None:
     result = dict(content.pop("result"))
     result["figures"] = [Figure(**one) for one in result["figures"]]
     return Finished(**{**content, "result": Result(**result), "was_kept": True})
+
+
+def costs(finished: Iterable[Finished], most: int = 5) -> str:
+    """Seconds of the processor of all stages, and the ``most`` that took most of them, in a line."""
+    stages = sorted(finished, key=lambda one: one.processor, reverse=True)
+    longest = ", ".join(f"{one.stage} {one.processor:.0f} s" for one in stages[:most])
+    return f"{sum(one.processor for one in stages):.0f} s of the processor; most took {longest}"
 
 
 def has_problem(finished: Iterable[Finished]) -> bool:

@@ -24,6 +24,7 @@ from hddm.experts.records import RouterRecord, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import Router
 from hddm.sampling import integrate, time_grid
+from hddm.utils.machine import has_own_memory
 from hddm.velocity import TIME_SCALE
 
 ALL, FEW = "all", "few"
@@ -168,10 +169,10 @@ def load_even(path: str, dtype: torch.dtype, device: str, **options: Any) -> Ens
 def peak(device: str) -> Iterator[list[int]]:
     """Gives a list that holds, after the block, the peaks of resident and of own memory in it, in bytes."""
     found: list[int] = []
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    if has_own_memory(torch.device(device)):
+        torch.accelerator.reset_peak_memory_stats()
         yield found
-        found += [torch.cuda.max_memory_allocated()] * 2
+        found += [torch.accelerator.max_memory_allocated()] * 2
         return
     # 5 sets the peak back to what is resident now.
     Path("/proc/self/clear_refs").write_text("5")

@@ -104,7 +104,9 @@ def convert(
         out: the expert folder.
         settings: its fields are keywords: see `hddm.settings.Conversion`.
         data: shard of images like the model's own, to check the stated conventions on.
-        verify: compare the written expert with its source, output by output and velocity by velocity.
+        verify: compare the written network with the source's on a few random states, each at a time of its
+            own: raw outputs with raw outputs, and velocities, without a calibration, with the exact formula.
+            VAE and text encoders are copied and not compared.
         dry_run: report the plan, and write nothing.
         overwrite: replace an expert in ``out``.
         report: is called with each line about the plan and its result.

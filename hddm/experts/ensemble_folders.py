@@ -384,6 +384,9 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     return "diffusers", str(read_config(folder)["_class_name"])
 
 
+Hashing = Callable[[Path], str]
+
+
 def keep_component(expert: Path, name: str, folder: Path, variant: str | None = None) -> None:
     """Put a component into a folder of an expert, with a manifest of its own.
 
@@ -432,19 +435,19 @@ def label(folder: str, name: str) -> str:
     return folder if Path(name).name == Path(folder).name else f"{folder} ({shown})"
 
 
-def whole_components(expert: Path) -> dict[str, Path]:
-    """`kept_components`, once their files are known to be those of their manifests; else an `HddmError`."""
+def whole_components(expert: Path, sha256: Hashing | None = None) -> dict[str, Path]:
+    """`kept_components`, whose files must be those of their manifests (`damage`); else an `HddmError`."""
     found = kept_components(expert)
     for name, folder in found.items():
-        _refuse_damaged_component(name, folder)
+        _refuse_damaged_component(name, folder, sha256)
     return found
 
 
-def _refuse_damaged_component(name: str, folder: Path) -> None:
+def _refuse_damaged_component(name: str, folder: Path, sha256: Hashing | None = None) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
     own = "config.json" if several_in(folder) is None else MODEL_INDEX
     record = "tokenizer_config.json" if name.startswith("tokenizer") else own
-    refuse_damaged(folder, damage(folder, record))
+    refuse_damaged(folder, damage(folder, record, sha256=sha256))
 
 
 def refuse_damaged_ensemble(folder: Path, record: EnsembleRecord, experts: Collection[int]) -> None:

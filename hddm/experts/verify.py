@@ -55,9 +55,9 @@ def problems_around(folder: Path) -> list[str]:
 class Verification:
     """Findings in an expert folder, which is fit for use if there are no ``problems``.
 
-    ``files`` holds the SHA-256 of every file, ``base`` that of the weights that an adapter changes,
-    ``trained_on`` the hash of its shard. Errors on ``images`` images are ``denoising``. ``notes`` are for the
-    user.
+    ``files`` holds the SHA-256 of every file but the cache of hashes, ``base`` that of the weights that an
+    adapter changes, ``trained_on`` the hash of its shard. Errors on ``images`` images are ``denoising``.
+    ``notes`` are for the user.
     """
 
     folder: Path
@@ -89,10 +89,11 @@ def verify_expert(
 ) -> Verification:
     """Judge an expert folder: its records, its weights, its origin, and its denoising.
 
-    It is read as for sampling: no code is run, and every weight must be finite. Its record must name its
-    shard and training, or the checkpoint that it was converted from. `hddm.experts.denoising.judge` uses the
-    images in ``data``, held out from its shard or not. ``bases`` are folders of weights that an adapter may
-    change, where they are not where it says. A wrong call has no verdict.
+    It is read as for sampling: no code is run, and every weight of its networks must be finite. All its
+    files, those of its VAE and text encoders included, must have the hashes of their manifests. Its record
+    must name its shard and training, or the checkpoint that it was converted from. `judge` measures its
+    denoising on the images in ``data``, held out from its shard or not. ``bases`` are folders of weights that
+    an adapter may change, where they are not where it says. A wrong call has no verdict.
 
     Raises:
         UsageError: for a missing device, and images that are missing, damaged, too few, or not the expert's;
@@ -111,7 +112,7 @@ def verify_expert(
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     try:
         unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
-        whole_components(folder)
+        whole_components(folder, lambda path: hashes[path.resolve()])
         record = unread.record
         with errors_as(UsageError):
             found.notes += [] if shard is None else _check_images(shard, unread)

@@ -26,11 +26,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hddm.networks.prefetch import Arrival, copied
+from hddm.networks.prefetch import (
+    Arrival,
+    Fetched,
+    Presence,
+    copied,
+    fetched_here,
+    has_streams,
+    pinned,
+)
 from hddm.settings import INT8_IN_FLOAT64
 from hddm.utils.errors import HddmError, UsageError, optional
 from hddm.utils.machine import bytes_of
 from hddm.utils.memory import free_memory, is_out_of_memory, release
+from hddm.utils.tensors import synchronize
 
 Offload = Literal["none", "ram", "disk"]
 Tensors = Mapping[str, Tensor]
@@ -61,10 +70,12 @@ class Shelf:
         self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
         self._arriving: dict[StoredNetwork, Arrival] = {}
-        self._done: dict[StoredNetwork, torch.cuda.Event] = {}
-        """On a GPU, the end of the last run of a network."""
+        self._presences: dict[StoredNetwork, Presence] = {}
+        """Which streams use those that are present."""
         self._has_room_for_next: bool | None = None
-        """Whether a GPU's memory holds one network more than runs; None before the first one is there."""
+        """Whether the device holds one network more than runs; None before the first one is there, and where
+        the device does not tell.
+        """
         self._brings_ahead = offload != "none"
         self._in_step: Sequence[StoredNetwork] = ()
         self._in_batches: Sequence[StoredNetwork] = ()
@@ -108,11 +119,10 @@ class Shelf:
         # Another sampling thread must not evict the network that runs here.
         with self.lock:
             self.bring(network)
+            presence = self._presences[network]
             self._bring_next()
             yield
-            if network.placement.is_cuda:
-                stream = torch.cuda.current_stream(network.placement.device)
-                self._done[network] = stream.record_event()
+            presence.end()
 
     @property
     def total(self) -> int:
@@ -126,13 +136,19 @@ class Shelf:
             self._in_batches = _after(network, self._in_batches)
             if network in self._present:
                 self._present.move_to_end(network)
-                return
-            if network not in self._arriving:
-                self._refuse_larger(network)
-                self._look_for_room(network)
-                self._evict_for(network, [*self._present, *self._arriving])
-            network.place(self._arrived(network))
-            self._present[network] = network.size
+            else:
+                self._fetch(network)
+            self._presences[network].begin(network.on_device)
+
+    def _fetch(self, network: "StoredNetwork") -> None:
+        if network not in self._arriving:
+            self._refuse_larger(network)
+            self._look_for_room(network)
+            self._evict_for(network, [*self._present, *self._arriving])
+        tensors, copied_at = self._arrived(network)
+        network.place(tensors)
+        self._present[network] = network.size
+        self._presences[network] = Presence(network.placement.device, copied_at)
 
     def expect_step(self, networks: Sequence["StoredNetwork"]) -> None:
         """Say which networks the present step runs, in this order."""
@@ -159,17 +175,22 @@ class Shelf:
             if arrival is not None:
                 arrival.discard()
             if self._present.pop(network, None) is not None:
+                self._presences.pop(network)
                 network.clear()
 
     def make_room(self, size: int, device: torch.device) -> None:
-        """On a GPU, let networks leave until a model of ``size`` bytes fits that comes for a while."""
-        if self.offload == "none" or device.type != "cuda":
+        """Let networks leave until a model of ``size`` bytes fits that comes for a while.
+
+        Does nothing where the device does not tell how much memory is free.
+        """
+        if self.offload == "none" or free_memory(device) is None:
             return
         with self.lock:
-            torch.cuda.synchronize(device)
-            # It computes, too.
+            synchronize(device)
             for network in [*self._arriving, *self._present]:
-                if free_memory(device) >= 1.25 * size:
+                free = free_memory(device)
+                # It computes, too.
+                if free is not None and free >= 1.25 * size:
                     break
                 self.forget(network)
 
@@ -179,23 +200,26 @@ class Shelf:
 
     def _look_for_room(self, network: "StoredNetwork") -> None:
         """Find out whether the device has room for a network that is brought ahead."""
-        device = network.placement.device
-        if self._has_room_for_next is None and device.type == "cuda":
+        if self._has_room_for_next is not None:
+            return
+        free = free_memory(network.placement.device)
+        if free is not None:
             # One that runs, one that comes, and as much again for what they compute.
             needed = (self.together + 2) * self._sizes[-1]
-            self._has_room_for_next = free_memory(device) >= needed
+            self._has_room_for_next = free >= needed
 
     def _evict_for(
         self, network: "StoredNetwork", may_leave: Iterable["StoredNetwork"]
-    ) -> list["StoredNetwork"]:
-        """Make room for ``network``; returns those that left, in the order in which they may."""
-        limit, left = self._most, []
+    ) -> list[torch.cuda.Event]:
+        """Make room for ``network``; on a GPU, returns the ends of the runs of those that left."""
+        limit, ends = self._most, list[torch.cuda.Event]()
         for one in may_leave:
             if self._taken() + network.size <= limit:
                 break
+            if one in self._presences:
+                ends += self._presences[one].ends()
             self.forget(one)
-            left.append(one)
-        return left
+        return ends
 
     @property
     def _most(self) -> float:
@@ -225,17 +249,16 @@ class Shelf:
         freed = sum(self._present[one] for one in may_leave)
         if self._taken() - freed + following.size > self._most:
             return
-        left = self._evict_for(following, may_leave)
-        self._arriving[following] = following.arrival(self._ends_of(left))
+        self._arriving[following] = following.arrival(self._evict_for(following, may_leave))
 
-    def _ends_of(self, left: Iterable["StoredNetwork"]) -> list[torch.cuda.Event]:
-        return [self._done.pop(one) for one in left if one in self._done]
-
-    def _arrived(self, network: "StoredNetwork") -> Iterable[tuple[str, Tensor]]:
+    def _arrived(self, network: "StoredNetwork") -> Fetched:
         """The tensors of ``network`` on its device."""
+        device = network.placement.device
         arrival = self._arriving.pop(network, None)
         if arrival is None:
-            return network.arrival().wait() if network.placement.is_cuda else network.fetch()
+            if has_streams(device):
+                return network.arrival().wait()
+            return fetched_here(network.fetch, device)
         try:
             return arrival.wait()
         except (RuntimeError, MemoryError) as error:
@@ -248,7 +271,7 @@ class Shelf:
         for one in list(self._present):
             self.forget(one)
         release()
-        return network.fetch()
+        return fetched_here(network.fetch, device)
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
         if self._limit is not None and not self.has_room_for(network):
@@ -312,6 +335,8 @@ class StoredNetwork(nn.Module):
         self._in_int8 = frozenset[str]()
         self._constants = {name: b for name, b in network.named_buffers() if not b.is_meta}
         self._host: Tensors | None = None
+        """With offload ram, the weights in main memory; for a GPU they are pinned there, and stay so."""
+        self._was_pinned = False
         self.origin = origin
         self.shelf = shelf
         shelf.add(self)
@@ -379,20 +404,28 @@ class StoredNetwork(nn.Module):
     def move_to(self, shelf: Shelf) -> None:
         """Move to another shelf, where this network is already registered."""
         self.shelf.forget(self)
-        self._host = None
+        self._drop_host()
         self.shelf = shelf
 
     def tensors(self) -> Tensors:
         """Weights by name in main memory, in the dtype that the network runs in."""
-        if self._host is not None:
-            return self._host
-        tensors = self._read(self.placement.dtype)
-        if self.shelf.offload == "ram":
-            if self.placement.is_cuda:
-                # Once, as every copy to the GPU is made from pinned memory.
-                tensors = {name: value.pin_memory() for name, value in tensors.items()}
+        if self._host is None:
+            tensors = self._read(self.placement.dtype)
+            if self.shelf.offload != "ram":
+                return tensors
             self._host = tensors
-        return tensors
+        if not self._was_pinned and has_streams(self.placement.device):
+            # Once, as every copy to the GPU is made from pinned memory.
+            self._host, self._was_pinned = pinned(self._host), True
+        return self._host
+
+    def _drop_host(self) -> None:
+        self._host, self._was_pinned = None, False
+
+    def on_device(self) -> Iterator[Tensor]:
+        """All tensors that a call of the network uses."""
+        yield from self.network.parameters()
+        yield from self.network.buffers()
 
     def arrival(self, after: Sequence[torch.cuda.Event] = ()) -> Arrival:
         """Begin to fetch all tensors that the network needs, in a thread, ``after`` these computations."""
@@ -432,7 +465,7 @@ class StoredNetwork(nn.Module):
                 _refuse_float64(moved.dtype)
             self.shelf.forget(self)
             if moved.dtype != self.placement.dtype:
-                self._host = None
+                self._drop_host()
             self.placement = moved
         return self
 

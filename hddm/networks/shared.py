@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from hddm.networks.layers import Attention
 from hddm.networks.offload import Shelf, StoredNetwork, Tensors
+from hddm.networks.prefetch import has_streams, keep_for
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ class SharedNetwork(StoredNetwork):
         """For each adapter the first one with factors of equal shapes."""
         super().__init__(copy.deepcopy(network), read, origin, dtype, device, shelf)
         self._loaded = dict[int, Factors]()
+        self._factors_for = set[tuple[int, torch.cuda.Stream]]()
+        """Adapters, and streams that their factors are kept for."""
         self._waiting = dict[tuple[int, torch.dtype], Factors]()
         self._thread = threading.local()
         self.users: list[AdaptedNetwork] = []
@@ -199,7 +202,20 @@ class SharedNetwork(StoredNetwork):
                 for name, (down, up) in found.items():
                     there[name] = down.to(to), up.to(to)
                 self._loaded[adapter] = there
+            self._keep(adapter)
             return self._loaded[adapter]
+
+    def _keep(self, adapter: int) -> None:
+        """On a GPU, keep the memory of an adapter's factors until the present stream has used them."""
+        device = self.placement.device
+        if not has_streams(device):
+            return
+        stream = torch.cuda.current_stream(device)
+        if (adapter, stream) not in self._factors_for:
+            self._factors_for.add((adapter, stream))
+            for down, up in self._loaded[adapter].values():
+                keep_for(stream, down)
+                keep_for(stream, up)
 
     def move_to(self, shelf: Shelf) -> None:
         super().move_to(shelf)
@@ -208,6 +224,7 @@ class SharedNetwork(StoredNetwork):
     def clear(self) -> None:
         super().clear()
         self._loaded.clear()
+        self._factors_for.clear()
 
     def separate(self, reason: str) -> None:
         """Give every network that shares this one merged weights of its own, and say the reason."""

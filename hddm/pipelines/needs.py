@@ -166,7 +166,7 @@ def _measured(
         return Needs(
             "sampling", memory, work, room, host, _remedies(pipeline, found, settings, None)
         )
-    free, how, kind = room.free - lasting.on_device, found.how, found.batches[0].kind
+    free, how, kind = lasting.left, found.how, found.batches[0].kind
     work = []
     if settings.prompts:
         work.append(Effort("prompts", encoding, 1, "time"))

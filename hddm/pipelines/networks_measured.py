@@ -15,6 +15,7 @@ from hddm.running import Batch, Plan
 from hddm.utils.errors import HddmError
 from hddm.utils.machine import LiveBytes
 from hddm.utils.scaling import LARGE, Growth, measure_times
+from hddm.utils.tensors import synchronize
 from hddm.velocity import VelocityField
 
 
@@ -59,8 +60,7 @@ def measure(call: Callable[[int], object], device: torch.device, most: int, free
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
 
 

@@ -172,6 +172,7 @@ def _what_runs(settings: SampleSettings, how: Plan) -> dict[str, Any]:
     return {
         "steps": how.grid_steps,
         "solver": how.solver_name,
+        "shift": how.shift,
         "strength": None if picture is None else picture.strength,
         "resampling_steps": None if picture is None or picture.mask is None else picture.repeats,
     }
@@ -425,7 +426,6 @@ def _record(
     return record | {
         "device": str(available_device(settings.device)),
         "strategy": strategy,
-        "shift": pipeline.record.shift if settings.shift is None else settings.shift,
         "model_shift": pipeline.record.shift,
         "weights": sorted({one.weights for one in pipeline.experts.records}),
         "vae": vaes[0] if all(one == vaes[0] for one in vaes) else vaes,

@@ -112,15 +112,14 @@ def _with_calls(
     unit, guided = "calls of one image", found.largest > number
     note = f"one image of {found.how.steps} steps{', with guidance' if guided else ''}"
     reason = ELSEWHERE if not is_here else "" if needs.fits else TOO_LARGE
-    if reason or needs.device is None:
+    if reason:
         memory = [*needs.memory, Memory("activations", None, reason, is_passing=True)]
         return Needs(
             needs.what, memory, [Effort("networks", None, calls, unit, reason)], needs.device
         )
     kind = kind_of(found.fields[0])
     if kind not in measured:
-        free = needs.device.free - needs.on_device
-        measured[kind] = measure_experts(found, free)[kind]
+        measured[kind] = measure_experts(found, needs.left)[kind]
     own = measured[kind]
     memory = [*needs.memory, activations({kind: own}, found.largest)]
     work = [Effort("networks", own.each(found.largest), calls, unit, note)]

@@ -13,7 +13,7 @@ GPUS = ("auto", "cuda")
 LEAST = 1e-4
 """The smallest part of a GPU that Ray gives; others are multiples."""
 FRONTS_PART = 0.01
-"""Part of a GPU that the front asks for, so that Ray lets it see one; its memory is not bounded by it."""
+"""Part of a GPU that the front asks for, to run on one; its memory is not bounded by it."""
 ROUNDING = 1e-6
 
 
@@ -80,6 +80,15 @@ class Placement:
         part = FRONTS_PART if _fit(gpus, parts) else 0.0
         found[FRONT] = {"num_cpus": 1.0, "num_gpus": part, **self.asked(FRONT)}
         return found
+
+
+def device_with(resources: Mapping[str, float], device: str) -> str:
+    """Device of a worker with these resources, of a service on ``device``: the CPU where it got no GPU.
+
+    Ray shows such a worker all GPUs of its machine, which others have been given.
+    """
+    has_gpu = resources.get("num_gpus", 0.0) > 0
+    return device if has_gpu or device not in GPUS else "cpu"
 
 
 def gpus_each(gpus: float, workers: int, beside: float = 0.0) -> float:

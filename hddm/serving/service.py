@@ -19,7 +19,7 @@ from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import several_in
-from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack
+from hddm.serving.placement import FRONT, GPUS, Placement, device_with, refuse_lack
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, optional
@@ -91,15 +91,16 @@ def serve(
     with connected(ray, address, **own):
         from ray import serve as ray_serve
 
-        from hddm.serving.front import Front
-
         gpus = ray.cluster_resources().get("GPU", 0.0) if settings.device in GPUS else 0.0
+        if settings.device == "cuda" and not gpus:
+            raise HddmError(
+                "`device` cuda: the cluster has no GPU; use auto, or add a machine with one"
+            )
         of = placement.of_all(names, gpus)
         of_all = [of[FRONT]]
         for name in names:
             of_all += [of[name]] * replicas[name]
         refuse_lack(ray.cluster_resources(), of_all)
-        threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
         running = ray_serve.status().applications
         if running:
             raise HddmError(
@@ -108,18 +109,9 @@ def serve(
             )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        deploy, path = functools.partial(_deployment, ray_serve, settings), str(folder.absolute())
-        workers = {}
-        for k, name in enumerate(names):
-            deployed = deploy(Worker, name, of[name], num_replicas=replicas[name])
-            workers[name] = deployed.bind(path, k, settings, threads[name])
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
-        beside = settings
-        if gpus and not of[FRONT]["num_gpus"]:
-            # Ray hides GPUs from who asks for none.
-            beside = settings.model_copy(update={"device": "cpu"})
-        front = deploy(Front, FRONT, of[FRONT]).bind(path, beside, threads[FRONT], digest, workers)
+        front = application(folder, settings, of, replicas, digest)
 
         def started() -> list[str]:
             found = ray_serve.status().applications.get(APPLICATION)
@@ -182,6 +174,41 @@ def names_of(folder: Path) -> list[str]:
                 add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"
                 raise HddmError(f"{folder}: expert {name} needs a {part} to make images; {add}")
     return names
+
+
+def application(
+    folder: Path,
+    settings: ServeSettings,
+    of: Mapping[str, Mapping[str, float]],
+    replicas: Mapping[str, int],
+    digest: str | None = None,
+) -> Any:
+    """What Ray Serve runs: the front, bound to the workers of each expert.
+
+    Args:
+        folder: the ensemble.
+        settings: where networks run, and bounds of requests.
+        of: resources of each worker and of the front, by name (`Placement.of_all`).
+        replicas: number of workers by name, in the order of the experts.
+        digest: SHA-256 of the token of clients.
+    """
+    from ray import serve as ray_serve
+
+    from hddm.serving.front import Front
+
+    path = str(folder.absolute())
+    deploy = functools.partial(_deployment, ray_serve, settings)
+
+    def own(name: str) -> tuple[ServeSettings, int]:
+        """Settings and threads of a worker."""
+        device = device_with(of[name], settings.device)
+        return settings.model_copy(update={"device": device}), max(1, round(of[name]["num_cpus"]))
+
+    workers = {}
+    for k, (name, count) in enumerate(replicas.items()):
+        deployed = deploy(Worker, name, of[name], num_replicas=count)
+        workers[name] = deployed.bind(path, k, *own(name))
+    return deploy(Front, FRONT, of[FRONT]).bind(path, *own(FRONT), digest, workers)
 
 
 def _deployment(

@@ -31,6 +31,7 @@ from hddm.utils.needs import Effort, Memory, Needs
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.scaling import LARGE, Growth, measure_times
+from hddm.utils.tensors import synchronize
 
 _ALIVE = 4
 """Of what is counted, as many rows are alive in the measured steps: weights to averages."""
@@ -91,14 +92,14 @@ def needs_of_training(training: Training, trajectories: int = 0) -> Needs:
             log.info("dry run: measures steps of one sample and more on %s", device.target)
             with Progress(None, "measure", is_drawn=False):
                 small = recipe.model_copy(update=alone)
-                measured = _measure(training, small, device, room.free - lasting.on_device)
+                measured = _measure(training, small, device, lasting.left)
             # Libraries come in with the first step, and torch keeps some of what it frees.
             alive = 0 if host is not None else sum(one.size or 0 for one in rows[:_ALIVE])
             rows[-1] = _process(max(base, measured.resident - alive))
     part = recipe.batch_size // recipe.gradient_accumulation_steps
     memory = [*rows, *_passing(recipe, measured, part)]
     work = _work(training, measured, part, trajectories)
-    remedies = _remedies(recipe, measured, room.free - lasting.on_device)
+    remedies = _remedies(recipe, measured, lasting.left)
     return Needs("training", memory, work, room, host, remedies)
 
 
@@ -233,8 +234,7 @@ class _Steps:
         self.step += 1
 
     def _now(self) -> float:
-        if self.trainer.device.target.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device.target)
+        synchronize(self.trainer.device.target)
         return time.perf_counter()
 
 

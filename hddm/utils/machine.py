@@ -43,14 +43,26 @@ def main_memory() -> Room:
     return Room("main memory", total, min(free, total))
 
 
-def room_on(device: torch.device) -> Room:
-    """Memory of a device."""
-    if device.type != "cuda":
+def room_on(device: torch.device) -> Room | None:
+    """Memory of a device; None where it does not tell."""
+    if not has_own_memory(device):
         # MPS has main memory.
         return main_memory()
-    free, total = torch.cuda.mem_get_info(device)
-    name = torch.cuda.get_device_name(device)
-    return Room(f"the memory of {name}", total, free + torch.cuda.memory_reserved(device))
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+        reserved = torch.accelerator.memory_reserved(device)
+    # What a kind of device does not tell is a plain error.
+    except RuntimeError:
+        return None
+    return Room(f"the memory of {_name_of(device)}", total, free + reserved)
+
+
+def _name_of(device: torch.device) -> str:
+    """The name that its makers gave a device, or torch's where it does not tell."""
+    try:
+        return str(torch.get_device_module(device).get_device_name(device))
+    except (AttributeError, AssertionError, RuntimeError):
+        return str(device)
 
 
 def has_own_memory(device: torch.device) -> bool:

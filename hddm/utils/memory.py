@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from hddm.utils.errors import HddmError
+from hddm.utils.machine import has_own_memory, room_on
 
 Made = TypeVar("Made")
 
@@ -24,14 +25,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release() -> None:
     """Give memory that is held in caches back to the device."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return
+    if device.type == "mps":
+        torch.mps.empty_cache()
+    else:
+        torch.accelerator.empty_cache()
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors on a GPU can still take, those in torch's cache included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors on a device can still take, those in torch's cache included.
+
+    None where the device has no memory of its own, and where it does not tell.
+    """
+    room = room_on(device) if has_own_memory(device) else None
+    return None if room is None else room.free - torch.accelerator.memory_allocated(device)
 
 
 class Fitting:

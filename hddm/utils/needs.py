@@ -57,7 +57,8 @@ class Needs:
         what: what needs them, such as "one worker".
         memory: what holds memory.
         work: what takes time, one after the other.
-        device: memory of the device; None where that is in another machine, which nobody can ask here.
+        device: memory of the device; None where nobody can ask for it here: that of another machine, and of a
+            device that does not tell.
         host: main memory, where the device has memory of its own; else None.
         remedies: what makes it fit, best first.
     """
@@ -89,6 +90,11 @@ class Needs:
         """True if both places have room for what is known."""
         is_on_host = self.host is None or self.on_host <= self.host.free
         return is_on_host and (self.device is None or self.on_device <= self.device.free)
+
+    @property
+    def left(self) -> int:
+        """Free bytes of the device beside what is known to need them; 0 where these are not known."""
+        return 0 if self.device is None else self.device.free - self.on_device
 
     def _is_on_device(self, one: Memory) -> bool:
         return self.host is None or not one.is_on_host
@@ -128,7 +134,9 @@ class Needs:
         if not self.fits:
             return [f"  does not fit: {', or '.join(self.remedies) or 'take a larger machine'}"]
         if self.device is None:
-            return ["  whether it fits: not measured, since it runs on other machines"]
+            return [
+                "  whether it fits: not known, since the device's memory cannot be asked for here"
+            ]
         if any(one.size is None for one in self.memory):
             return ["  what is known fits"]
         return ["  fits"]

@@ -23,6 +23,8 @@ LOCAL = "local"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 AUTHENTICATION, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Environment variables of Ray: whether and with what a cluster authenticates."""
+HIDES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""Environment variable of Ray: whether a task that asks for no GPU sees none. By default it sees them all."""
 SAVE_SECONDS = 120.0
 REACH_SECONDS = 10.0
 """Seconds that the head of a cluster has to answer."""
@@ -33,7 +35,8 @@ log = logging.getLogger(__name__)
 class RayWorkers(Backend):
     """A Ray cluster, which decides how many calls run at a time; every call is a task.
 
-    A task takes a CPU per thread, and a GPU where the cluster has some and the call uses one. The ``address``
+    A task takes a CPU per thread, and a GPU where the cluster has some and the call uses one; from all others
+    GPUs are hidden. The ``address``
     ``local`` starts a cluster on this machine. Raises `HddmError` without Ray, and on entering for a cluster
     that does not answer.
     """
@@ -70,6 +73,8 @@ class RayWorkers(Backend):
     def start(self, call: Call) -> int:
         threads, number = call.threads or 1, next(self._numbers)
         gpus, variables = int(self._has_gpus and call.uses_gpu), compute_environment(threads)
+        if not gpus:
+            variables[HIDES_GPUS] = "1"
         needs = {"num_cpus": threads, "num_gpus": gpus, "runtime_env": {"env_vars": variables}}
         # `run` starts it again.
         task = self._ray.remote(_perform).options(name=call.name, max_retries=0, **needs)

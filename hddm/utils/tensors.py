@@ -86,6 +86,12 @@ def available_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has computed all that it was told; the CPU is never behind."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def best_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where ``device`` computes it in hardware, else float32."""
     has_bfloat16 = False

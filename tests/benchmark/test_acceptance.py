@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import httpx
 import numpy as np
 import pytest
+import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -21,12 +25,11 @@ from benchmarks.acceptance.device_tests import counted
 from benchmarks.acceptance.entries import ENTRIES, STEPS, Convention, entry_named, gigabytes
 from benchmarks.acceptance.offloading import (
     Trace,
-    Waits,
     bytes_per_second,
     integrated,
     judged,
     measured,
-    stand_in,
+    with_waits,
 )
 from benchmarks.acceptance.plan import all_stages, chosen
 from benchmarks.acceptance.report import Report
@@ -38,6 +41,7 @@ from benchmarks.acceptance.stages import (
     Kit,
     NotRun,
     Stage,
+    costs,
     has_problem,
     run_stages,
 )
@@ -55,6 +59,8 @@ from benchmarks.figures import (
 from benchmarks.inference import models
 from benchmarks.inference.memory import ALL, write_ensembles
 from hddm.networks.folders import WEIGHTS
+from hddm.networks.offload import Shelf
+from hddm.utils.machine import Room
 from tests.artefacts import edit_json, refusal, seal
 from tests.browser import CHROMIUM, Browser
 from tests.hub import Hub, running_hub
@@ -257,6 +263,79 @@ def test_steps_with_and_without_offloading_are_timed(tmp_path: Path) -> None:
     assert bytes_per_second(size, "cpu") > 0
 
 
+@pytest.mark.integration
+def test_hddms_own_offloading_meets_its_goal_on_a_cpu(kit: Kit) -> None:
+    """The one that is broken on purpose below."""
+    found = with_waits(kit)
+    assert found.outcome == MET, [figure.line for figure in found.figures]
+
+
+def _raised_while_handling(
+    handled: Exception, error: Exception, is_cause: bool, kit: Kit
+) -> Result:
+    try:
+        raise handled
+    except type(handled) as problem:
+        if is_cause:
+            raise error from problem
+        raise error  # noqa: B904
+
+
+@pytest.mark.parametrize("handled", [OfflineModeIsEnabled("offline"), httpx.ConnectError("no")])
+def test_only_what_the_hub_caused_is_laid_on_the_network(kit: Kit, handled: Exception) -> None:
+    run = partial(_raised_while_handling, handled, KeyError("unet"))
+    found = _run([_stage("one", partial(run, False)), _stage("other", partial(run, True))], kit)
+    assert (found["one"].outcome, found["one"].reason) == (FAILED, "KeyError: 'unet'")
+    assert found["other"].reason == "no network: the hub cannot be reached"
+    broken = _run([_stage("pipe", partial(_raising, BrokenPipeError("a process died")))], kit)
+    assert broken["pipe"].outcome == FAILED
+
+
+def test_a_stage_that_runs_out_of_memory_has_failed(kit: Kit) -> None:
+    text = "CUDA out of memory. Tried to allocate 20.00 MiB"
+    found = _run([_stage("one", partial(_raising, torch.OutOfMemoryError(text)))], kit)["one"]
+    assert (found.outcome, found.reason) == (FAILED, f"OutOfMemoryError: {text}")
+    assert has_problem([found])
+
+
+@pytest.mark.parametrize(("total", "outcome"), [(24e9, NOT_RUN), (80e9, MET), (None, MET)])
+def test_a_stage_that_states_more_memory_than_the_device_has_is_not_run(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, total: float | None, outcome: str
+) -> None:
+    """A device that does not tell its memory is tried."""
+    room = None if total is None else Room("the memory of a GPU", int(total), 0)
+    monkeypatch.setattr("benchmarks.acceptance.stages.room_on", lambda device: room)
+    fine = partial(_noted, kit.work / "calls", Result([holds("b", True)]))
+    stages = [_stage("large", fine, memory=60.0)]
+    found = _run(stages, replace(kit, device="cuda", is_real=True))["large"]
+    assert found.outcome == outcome
+    if outcome == NOT_RUN:
+        assert found.reason == "needs 60 GB, and the memory of a GPU has 24 GB"
+    # Stand-ins are tiny.
+    assert _run(stages, replace(kit, device="cuda"))["large"].outcome == MET
+
+
+def _busy(seconds: float, kit: Kit) -> Result:
+    """Take so many seconds of the processor here, and as many in another process."""
+    code = f"import time\nwhile time.process_time() < {seconds}: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+    return Result([holds("a", True)])
+
+
+@pytest.mark.integration
+def test_seconds_of_the_processor_are_counted_in_all_processes_of_a_stage(kit: Kit) -> None:
+    stages = [_stage("idle", partial(_busy, 0.0)), _stage("busy", partial(_busy, 1.0))]
+    idle, busy = run_stages(stages, kit)
+    assert (idle.outcome, busy.outcome) == (MET, MET)
+    assert 2 <= busy.processor < idle.processor + 4
+    assert costs([idle, busy]).endswith(
+        f"most took busy {busy.processor:.0f} s, idle {idle.processor:.0f} s"
+    )
+
+
 def test_results_of_pytest_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(
@@ -312,7 +391,7 @@ def _missed(one: Finished) -> list[str]:
 
 @pytest.mark.integration
 def test_three_broken_stages_are_seen_in_the_report_while_others_go_on(
-    hub: Hub, kit: Kit, tmp_path: Path
+    hub: Hub, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network off by 1 %, another scheduler than the published one, and offloading that waits."""
     network, schedule, whole = (entry_named(name) for name in ("sd35", "dit", "pixart-sigma"))
@@ -334,7 +413,8 @@ def test_three_broken_stages_are_seen_in_the_report_while_others_go_on(
     folder = tmp_path / "stand-ins" / "dit" / "repo"
     edit_json(folder / "scheduler" / "scheduler_config.json", beta_schedule="scaled_linear")
     hub.put(schedule.repo, folder)
-    waiting = Stage("offload", "offload", "Offload", lambda _: stand_in(Waits))
+    monkeypatch.setattr(Shelf, "_bring_next", lambda shelf: None)
+    waiting = Stage("offload", "offload", "Offload", with_waits)
 
     report = Report(kit, "a test", tmp_path / "report")
     for one in run_stages([*stages, waiting], kit, ["checkpoints"], is_apart=False):
@@ -353,7 +433,7 @@ def test_three_broken_stages_are_seen_in_the_report_while_others_go_on(
     assert any(what.startswith("one call") for what in missed["checkpoint-dit"])
     # Both ways read the same wrong schedule, so that their pictures agree.
     assert not any(what.startswith("picture") for what in missed["checkpoint-dit"])
-    assert missed["offload"] == ["step with offloading over the longer of copy and compute"]
+    assert missed["offload"] == ["reads while a network computes, share of their time"]
     page = report.write()
     stated = {one["stage"]: one["outcome"] for one in _json(page)["stages"]}
     assert stated == outcomes

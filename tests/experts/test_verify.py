@@ -22,6 +22,7 @@ from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts import denoising as judging
 from hddm.experts.denoising import denoising
+from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.loading import load
 from hddm.experts.verify import verify_expert
 from hddm.networks.folders import WEIGHTS
@@ -29,9 +30,12 @@ from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import train_expert
+from hddm.utils.files import read_json
+from hddm.utils.records import HASHES, MANIFEST
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings, seal
 from tests.checkpoint_files import pipeline, plain_unet
+from tests.component_files import write_vae
 from tests.conftest import Trio
 
 SLOW = pytest.mark.slow
@@ -372,3 +376,23 @@ def test_a_range_of_pixels_that_is_not_that_of_the_training_is_told(
         assert (code, re.search(told, err) is not None) == (0, is_told), err
         code, _, err = hddm("verify", out, "--data", held_out)
         assert (code, re.search(told, err) is not None) == (int(is_told), is_told), err
+
+
+def test_every_file_of_an_expert_is_hashed_also_those_that_were_verified_before(
+    class_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing disk changes content alone, which a cache of hashes by size and time does not see."""
+    monkeypatch.setattr("hddm.utils.records.SMALL", 0)
+    folder = copied(class_expert, tmp_path)
+    write_vae(tmp_path / "vae")
+    keep_component(folder, "vae", tmp_path / "vae")
+    assert verify_expert(folder).accepted
+    expected = read_json(folder / "vae" / MANIFEST)["files"][WEIGHTS]
+    with (folder / "vae" / WEIGHTS).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    now = (folder / "vae" / WEIGHTS).stat()
+    state = [expected, now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns]
+    (folder / "vae" / HASHES).write_text(json.dumps({WEIGHTS: state}))
+    assert list(whole_components(folder)) == ["vae"]
+    assert f"{WEIGHTS}: has changed" in verify_expert(folder).problems

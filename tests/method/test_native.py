@@ -162,3 +162,8 @@ def test_the_command_records_the_sampler(tmp_path: Any, hddm: Command) -> None:
     text = (out / "sampling.json").read_text(encoding="utf-8")
     assert '"native": "unipc"' in text
     assert '"solver": "unipc"' in text
+    # Its times are its own: no shift of the time grid was used.
+    assert '"shift": null' in text
+    plain = tmp_path / "plain"
+    assert hddm("sample", folder, "--out", plain, *options[:-2])[0] == 0
+    assert '"shift": 1.0' in (plain / "sampling.json").read_text(encoding="utf-8")

@@ -10,11 +10,15 @@ from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 
 import hddm as library
+from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.networks.families import families
 from hddm.networks.sample_sizes import SampleSizes
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.reliability import ReliabilityRouter
+from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
+from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, refusal
 from tests.checkpoint_files import conditions_of, converted, dit, pixart, plain_unet, randomised
 from tests.conftest import Trio
@@ -173,3 +177,31 @@ def test_a_router_and_calibrations_are_of_one_size(tmp_path: Path, hddm: Command
         ),
     ):
         library.sample(pair, 2, shape=shape, steps=2)
+
+
+def _field_of_any_size(seed: int) -> VelocityField:
+    network = randomised(plain_unet(seed), seed)
+    return VelocityField(
+        network,
+        schedule=LinearSchedule(),
+        prediction_type=PredictionType.FLOW_PREDICTION,
+        time_scale=1000,
+        sample_shape=(3, 8, 8),
+    )
+
+
+def test_weights_by_noise_level_hold_at_other_sizes_unless_a_router_is_below_them() -> None:
+    fields = [_field_of_any_size(seed) for seed in range(2)]
+    times, weights = [0.0, 1.0], [[1.0, 0.0], [0.25, 0.75]]
+    shape = (3, 12, 8)
+    alone = Ensemble(fields, ReliabilityRouter(times, weights), "full")
+    found = library.sample(alone, 2, shape=shape, steps=2)
+    x, t = torch.randn(2, *shape), torch.tensor([0.3, 0.9])
+    mixed = alone.at_sizes([shape[1:]] * 2, [1] * 2).velocity(x, t)
+    factors = ReliabilityRouter(times, weights).factors(t).float()[:, :, None, None, None]
+    each = torch.stack([one.at_size(shape[1:]).velocity(x, t) for one in fields], 1)
+    torch.testing.assert_close(mixed, (factors * each).sum(1))
+    assert found.shape == (2, *shape)
+    routed = ReliabilityRouter(times, weights, lambda x, t: torch.full((len(x), 2), 0.5))
+    with pytest.raises(HddmError, match="sees samples of its own size alone"):
+        library.sample(Ensemble(fields, routed, "full"), 2, shape=shape, steps=2)

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 import hddm as library
+from hddm.pipelines import networks_measured
 from hddm.settings import SampleSettings
 from hddm.training.device import float32_products
 from hddm.training.settings import ExpertRecipe, ExpertSettings, resolve
+from hddm.utils.machine import main_memory, room_on
+from hddm.utils.memory import free_memory
+from hddm.utils.needs import Memory, Needs
 from hddm.utils.tensors import best_dtype, dtype_on
 from tests.artefacts import Command
 from tests.conftest import Trio
@@ -29,6 +33,65 @@ def test_a_gpu_computes_in_bfloat16_if_its_hardware_has_it(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     assert dtype_on(CUDA, "auto") is getattr(torch, best)
     assert dtype_on(CUDA, "float16") is torch.float16
+
+
+class Accelerator:
+    """What torch says of a device other than CUDA's, which keeps a cache of 100 bytes, 60 of them in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+        self.waits: list[torch.device] = []
+        self.tells = tells
+        for name in ("get_memory_info", "memory_reserved", "memory_allocated", "synchronize"):
+            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+
+    def get_memory_info(self, device: torch.device) -> tuple[int, int]:
+        if not self.tells:
+            raise RuntimeError("this backend does not support it")
+        return 700, 1000
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 100
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 60
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits.append(device)
+
+
+def test_every_device_with_memory_of_its_own_tells_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Accelerator(monkeypatch, tells=True)
+    for device in (torch.device("xpu", 0), CUDA):
+        room = room_on(device)
+        assert room is not None
+        assert (room.total, room.free, free_memory(device)) == (1000, 800, 740)
+
+
+def test_a_device_that_does_not_tell_its_memory_holds_neither_everything_nor_main_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Accelerator(monkeypatch, tells=False)
+    device = torch.device("xpu", 0)
+    assert room_on(device) is None
+    assert free_memory(device) is None
+    needs = Needs("sampling", [Memory("experts", 10**15)], (), room_on(device), main_memory())
+    assert needs.left == 0
+    assert "not known" in needs.lines()[-1]
+    # MPS shares main memory, of which nothing is kept free for it.
+    assert room_on(torch.device("mps")) is not None
+    assert free_memory(torch.device("mps")) is free_memory(torch.device("cpu")) is None
+
+
+def test_clocks_are_read_when_the_device_is_done_whatever_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = Accelerator(monkeypatch, tells=True)
+    devices = [torch.device(kind, 0) for kind in ("cuda", "mps", "xpu")]
+    for device in (*devices, torch.device("cpu")):
+        networks_measured._now(device)
+    assert seen.waits == devices
 
 
 def test_a_cpu_computes_in_float32() -> None:

@@ -66,7 +66,9 @@ def test_amounts_are_written_briefly() -> None:
 def test_memory_of_this_machine_holds_this_process() -> None:
     room = main_memory()
     assert 0 < resident_bytes() < room.free <= room.total
-    assert room_on(torch.device("cpu")).total == room.total
+    own = room_on(torch.device("cpu"))
+    assert own is not None
+    assert own.total == room.total
     assert room.total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
