@@ -409,7 +409,7 @@ def test_a_slow_decoder_stops_neither_the_service_nor_the_samples_of_others(
 def test_on_a_gpu_the_front_has_all_its_parts_there(text: Path, strategy: str) -> None:
     """VAE, text encoder and router; images are those of a CPU up to rounding, in TF32."""
     on_gpu, on_cpu = (front_of(text, device=one, dtype="float32") for one in ("cuda", "cpu"))
-    for part in on_gpu.pipeline._beside_experts():
+    for part in on_gpu.pipeline.beside_experts(False):
         assert {one.device.type for one in part.parameters()} == {"cuda"}
     assert on_gpu.ensemble.device.type == "cuda"
     files = {"image": encoded(photo(8)), "mask": encoded(erased(photo(8), 2))}
