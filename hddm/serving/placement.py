@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, UsageError, choose
 
 FRONT = "front"
@@ -49,6 +50,13 @@ class Placement:
         """Number of an expert's workers."""
         return self.replicas.get(name, self.replicas.get("", 1))
 
+    def processes(self, names: Sequence[str]) -> list[str]:
+        """The name of each process: once for each worker of these experts, and last the front."""
+        found = []
+        for name in names:
+            found += [name] * self.copies(name)
+        return [*found, FRONT]
+
     def asked(self, name: str) -> dict[str, float]:
         """What the user wants for each worker of an expert, or for the front."""
         shared = {} if name == FRONT else self.resources.get("", {})
@@ -81,6 +89,18 @@ class Placement:
         part = FRONTS_PART if _rests(gpus, parts) is not None else 0.0
         found[FRONT] = {"num_cpus": 1.0, "num_gpus": part, **self.asked(FRONT)}
         return found
+
+
+def settings_for(
+    settings: ServeSettings, gpus: float, resources: Mapping[str, float]
+) -> ServeSettings:
+    """Settings of a process with these ``resources``, of a cluster with so many ``gpus``.
+
+    It runs on a CPU if it asks for no GPU, since Ray hides them from it.
+    """
+    if gpus and not resources["num_gpus"]:
+        return settings.model_copy(update={"device": "cpu"})
+    return settings
 
 
 def gpus_each(gpus: float, given: Sequence[float], workers: int, beside: float = 0.0) -> float:

@@ -19,7 +19,7 @@ from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import several_in
-from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack
+from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack, settings_for
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, optional
@@ -95,10 +95,7 @@ def serve(
 
         gpus = ray.cluster_resources().get("GPU", 0.0) if settings.device in GPUS else 0.0
         of = placement.of_all(names, gpus)
-        of_all = [of[FRONT]]
-        for name in names:
-            of_all += [of[name]] * replicas[name]
-        refuse_lack(ray.cluster_resources(), of_all)
+        refuse_lack(ray.cluster_resources(), [of[name] for name in placement.processes(names)])
         threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
         running = ray_serve.status().applications
         if running:
@@ -112,13 +109,11 @@ def serve(
         workers = {}
         for k, name in enumerate(names):
             deployed = deploy(Worker, name, of[name], num_replicas=replicas[name])
-            workers[name] = deployed.bind(path, k, settings, threads[name])
+            own_settings = settings_for(settings, gpus, of[name])
+            workers[name] = deployed.bind(path, k, own_settings, threads[name])
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
-        beside = settings
-        if gpus and not of[FRONT]["num_gpus"]:
-            # Ray hides GPUs from who asks for none.
-            beside = settings.model_copy(update={"device": "cpu"})
+        beside = settings_for(settings, gpus, of[FRONT])
         front = deploy(Front, FRONT, of[FRONT]).bind(path, beside, threads[FRONT], digest, workers)
 
         def started() -> list[str]:

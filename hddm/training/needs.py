@@ -35,7 +35,7 @@ from hddm.utils.scaling import LARGE, Growth, measure_times
 _ALIVE = 4
 """Of what is counted, as many rows are alive in the measured steps: weights to averages."""
 _TAKEN = 3
-"""Batches that one measurement takes at most: the first, and those of a step before the clock and of the step."""
+"""Batches that one measurement takes at most: a first one, one of a step that is not timed, and its own."""
 WEAK_BYTES = 2
 """Bytes of a number of the weak model, which is kept in bfloat16."""
 

@@ -53,6 +53,11 @@ def room_on(device: torch.device) -> Room:
     return Room(f"the memory of {name}", total, free + torch.cuda.memory_reserved(device))
 
 
+def gpu_rooms() -> list[Room]:
+    """Memory of each CUDA device that this process sees."""
+    return [room_on(torch.device("cuda", k)) for k in range(torch.cuda.device_count())]
+
+
 def has_own_memory(device: torch.device) -> bool:
     """True for a device with memory beside the main memory."""
     return device.type not in ("cpu", "mps")
