@@ -301,7 +301,7 @@ def _most_that_fit(found: Sampling, kinds: Mapping[str, Measured], free: int) ->
 def _remedies(
     pipeline: HDDMPipeline, networks: int, settings: SampleSettings, most: int | None
 ) -> list[str]:
-    """What makes samples of so many networks fit, with at most ``most`` images at once; None where none do."""
+    """What makes samples of so many networks fit; ``most`` images at once do, None where not one does."""
     remedies = []
     if most is not None and most < settings.batch_size:
         remedies.append(f"pass `batch_size` {most}")
