@@ -72,7 +72,7 @@ class Strategy:
         """Refuse a k above the number of experts."""
         if self.kind == "top" and self.value > num_experts:
             raise HddmError(
-                f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}"
+                f"`strategy` top-{self.value:g} needs {self.value:g} experts and there are {num_experts}"
             )
 
     def weights(self, probabilities: "Tensor") -> "Tensor":

@@ -31,7 +31,7 @@ def sample(
         with Progress(None, f"open {source}", is_drawn=False):
             from hddm.pipelines.needs import needs_of_sampling
 
-            needs = needs_of_sampling(source, settings)
+            needs = needs_of_sampling(source, settings, grid)
         show(needs)
         return
     from hddm.pipelines.samples import sample_to_folder

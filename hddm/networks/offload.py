@@ -143,7 +143,7 @@ class Shelf:
     def _fetch(self, network: "StoredNetwork") -> None:
         if network not in self._arriving:
             self._refuse_larger(network)
-            self._look_for_room(network)
+            self.look_for_room()
             self._evict_for(network, [*self._present, *self._arriving])
         tensors, copied_at = self._arrived(network)
         network.place(tensors)
@@ -198,11 +198,14 @@ class Shelf:
         """True if the weights of ``network`` are on its device, or on their way to it."""
         return network in self._present or network in self._arriving
 
-    def _look_for_room(self, network: "StoredNetwork") -> None:
-        """Find out whether the device has room for a network that is brought ahead."""
-        if self._has_room_for_next is not None:
+    def look_for_room(self) -> None:
+        """Find out whether the device has room for a network that is brought ahead.
+
+        The `budget` depends on it. The first `bring` asks, when experts alone are not there yet.
+        """
+        if self.offload == "none" or self._has_room_for_next is not None or not self._networks:
             return
-        free = free_memory(network.placement.device)
+        free = free_memory(self._networks[0].placement.device)
         if free is not None:
             # One that runs, one that comes, and as much again for what they compute.
             needed = (self.together + 2) * self._sizes[-1]

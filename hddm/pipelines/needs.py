@@ -15,6 +15,7 @@ from hddm.data.images import save_png, to_bytes
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.experts.expert_set import ExpertSet
+from hddm.networks.offload import StoredNetwork
 from hddm.pipelines.networks_measured import (
     Measured,
     field_at,
@@ -24,13 +25,14 @@ from hddm.pipelines.networks_measured import (
     measure_field,
 )
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.samples import SamplingRun, opened
+from hddm.pipelines.samples import SamplingRun, planned_on_device, read_model
 from hddm.routers import answer_of
 from hddm.running import Batch, Plan
 from hddm.settings import SampleSettings
 from hddm.utils.machine import bytes_of, has_own_memory, main_memory, resident_bytes, room_on
 from hddm.utils.needs import Effort, Memory, Needs
 from hddm.utils.progress import Progress
+from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
@@ -38,13 +40,25 @@ _PROCESS = "process"
 TOO_LARGE = "what is counted above does not fit already"
 
 
-def needs_of_sampling(source: Path, settings: SampleSettings) -> Needs:
+def needs_of_sampling(source: Path, settings: SampleSettings, grid: bool = False) -> Needs:
     """Measure what `hddm.pipelines.samples.sample_to_folder` needs, and write nothing.
 
     Raises `HddmError` as that function does before the first image.
     """
     base = resident_bytes()
-    pipeline, how, settings = opened(source, settings)
+    pipeline, settings = read_model(source, settings, grid)
+    device = available_device(settings.device)
+    process = Memory(_PROCESS, base, "Python and libraries", is_about=True, is_on_host=True)
+    beside = [*beside_experts(pipeline, device), process]
+    room, host = room_on(device), main_memory() if has_own_memory(device) else None
+    if host is not None and not Needs("", beside, (), room, host).fits:
+        # Nothing comes to a device that has no room for it.
+        memory = [Memory("experts", None, TOO_LARGE), *beside]
+        memory.append(Memory("activations", None, TOO_LARGE, is_passing=True))
+        work = [Effort("networks", None, settings.num_images, "images", TOO_LARGE)]
+        remedies = _remedies(pipeline, len(pipeline.experts.stored), settings, None)
+        return Needs("sampling", memory, work, room, host, remedies)
+    pipeline, how = planned_on_device(pipeline, settings, grid)
     started = time.perf_counter()
     # Texts in the files need hashes of all weights.
     run = SamplingRun(source, pipeline, settings.model_copy(update={"metadata": False}), how)
@@ -53,9 +67,7 @@ def needs_of_sampling(source: Path, settings: SampleSettings) -> Needs:
         log.info("dry run: measures calls of networks on %s", pipeline.experts.device)
         batches = [batch for _, batch in run.batches()]
         found = Sampling.of(how, batches)
-        memory = [*of_weights(pipeline.experts, found.fields), *beside_experts(pipeline)]
-        note = "Python and libraries"
-        memory.append(Memory(_PROCESS, base, note, is_about=True, is_on_host=True))
+        memory = [*of_weights(pipeline.experts, found.fields), *beside]
         return _measured(pipeline, found, settings, memory, encoding)
 
 
@@ -107,14 +119,13 @@ class Sampling:
 def of_weights(experts: ExpertSet, fields: Sequence[VelocityField]) -> list[Memory]:
     """Memory of the weights of those ``fields`` of ``experts`` that run, by where idle ones wait."""
     holders = holders_of(fields)
-    shelf, is_host = experts.shelf, not has_own_memory(experts.device)
+    shelf = experts.shelf
     total, number = sum(one.size for one in holders), len(holders)
-    present = total if shelf.budget is None else min(total, shelf.budget)
+    present = _present(experts, holders)
     is_in_int8 = any(one.is_quantized for one in holders)
     kind = str(experts.dtype).removeprefix("torch.")
     kind = f"int8 and {kind}" if is_in_int8 else kind
-    if shelf.offload == "ram" and is_host and not is_in_int8:
-        # The device is the main memory, and holds the same tensors.
+    if _are_idle_ones_there(experts, holders):
         return [Memory("experts", total, f"{number} networks in {kind}, all in memory")]
     fitting = number if present == total else _that_fit([one.size for one in holders], present)
     rows = [Memory("experts", present, f"{fitting} of {number} networks at once, in {kind}")]
@@ -123,6 +134,28 @@ def of_weights(experts: ExpertSet, fields: Sequence[VelocityField]) -> list[Memo
         note = f"{number} networks, `offload` ram"
         rows.append(Memory("idle experts", idle, note, is_on_host=True))
     return rows
+
+
+def _present(experts: ExpertSet, holders: Sequence[StoredNetwork]) -> int:
+    """Bytes of these weights that are on the device at once."""
+    total = sum(one.size for one in holders)
+    # The budget depends on it.
+    experts.shelf.look_for_room()
+    budget = experts.shelf.budget
+    return total if budget is None else min(total, budget)
+
+
+def _are_idle_ones_there(experts: ExpertSet, holders: Sequence[StoredNetwork]) -> bool:
+    """True if idle experts wait where they run: the device is the main memory, and holds the same tensors."""
+    is_same = experts.shelf.offload == "ram" and not has_own_memory(experts.device)
+    return is_same and not any(one.is_quantized for one in holders)
+
+
+def _take_turns(experts: ExpertSet, fields: Sequence[VelocityField]) -> bool:
+    """True if the weights of these fields come to the device again and again."""
+    holders = holders_of(fields)
+    total = sum(one.size for one in holders)
+    return _present(experts, holders) < total and not _are_idle_ones_there(experts, holders)
 
 
 def _that_fit(sizes: Sequence[int], room: int) -> int:
@@ -136,14 +169,23 @@ def _that_fit(sizes: Sequence[int], room: int) -> int:
     return number
 
 
-def beside_experts(pipeline: HDDMPipeline) -> list[Memory]:
-    """Memory of router, VAEs and text encoders, which stay on the device."""
+def beside_experts(pipeline: HDDMPipeline, device: torch.device) -> list[Memory]:
+    """Memory of router, VAEs and text encoders on a ``device``, by what the pipeline decides for it."""
+    comes_and_goes = pipeline.comes_and_goes(device)
+    at_once = pipeline.beside_experts(comes_and_goes)
     rows = []
     for name in ("router", *COMPONENTS):
         part = getattr(pipeline, name)
-        if isinstance(part, nn.Module):
-            size = bytes_of(part.parameters()) + bytes_of(part.buffers())
-            rows.append(Memory(name.replace("_", " "), size))
+        if not isinstance(part, nn.Module):
+            continue
+        size = bytes_of(part.parameters()) + bytes_of(part.buffers())
+        shown = name.replace("_", " ")
+        is_visitor = comes_and_goes and any(part is one for one in pipeline.visitors)
+        if any(part is one for one in at_once):
+            note = "the largest of what comes and goes" if is_visitor else ""
+            rows.append(Memory(shown, size, note))
+        if is_visitor and has_own_memory(device):
+            rows.append(Memory(f"{shown}, idle", size, "comes while it runs", is_on_host=True))
     return rows
 
 
@@ -164,7 +206,12 @@ def _measured(
         calls = found.greatest.of_experts
         work = [Effort("networks", None, calls, "calls of one image", TOO_LARGE)]
         return Needs(
-            "sampling", memory, work, room, host, _remedies(pipeline, found, settings, None)
+            "sampling",
+            memory,
+            work,
+            room,
+            host,
+            _remedies(pipeline, len(found.networks), settings, None),
         )
     free, how, kind = lasting.left, found.how, found.batches[0].kind
     work = []
@@ -193,7 +240,8 @@ def _measured(
         if one.name == _PROCESS:
             memory[place] = replace(one, size=max(one.size or 0, grown))
     most = _most_that_fit(found, kinds, free)
-    return Needs("sampling", memory, work, room, host, _remedies(pipeline, found, settings, most))
+    remedies = _remedies(pipeline, len(found.networks), settings, most)
+    return Needs("sampling", memory, work, room, host, remedies)
 
 
 def activations(kinds: Mapping[str, Measured], largest: int) -> Memory:
@@ -231,7 +279,7 @@ def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured
     if least != total:
         note += f"; {least:,} to {total:,} calls, as the router decides"
     work = [Effort("reading weights", opening, number, "networks")]
-    if set_of.shelf.budget is not None and found.is_chosen_by_states:
+    if found.is_chosen_by_states and _take_turns(set_of, found.fields):
         reason = "experts that are mixed take turns on the device at every step"
         work = [Effort("reading weights", None, number, "networks", reason)]
     return [*work, Effort("networks", seconds, total, "calls of one image", note)]
@@ -251,13 +299,13 @@ def _most_that_fit(found: Sampling, kinds: Mapping[str, Measured], free: int) ->
 
 
 def _remedies(
-    pipeline: HDDMPipeline, found: Sampling, settings: SampleSettings, most: int | None
+    pipeline: HDDMPipeline, networks: int, settings: SampleSettings, most: int | None
 ) -> list[str]:
-    """What makes samples fit; ``most`` is the number of images at once that do, None where none do."""
+    """What makes samples of so many networks fit; ``most`` images at once do, None where not one does."""
     remedies = []
     if most is not None and most < settings.batch_size:
         remedies.append(f"pass `batch_size` {most}")
-    if settings.offload == "none" and len(found.networks) > 1:
+    if settings.offload == "none" and networks > 1:
         remedies.append("pass `offload` disk")
     if settings.quantize is None:
         remedies.append("pass `quantize` int8")

@@ -158,10 +158,14 @@ class Offloading:
         router = self._router_module()
         return [*self.visitors, *([] if router is None else [router])]
 
-    def _beside_experts(self) -> list[nn.Module]:
-        """Those that are on the experts' device at once; of parts that come and go the largest."""
+    def comes_and_goes(self, device: torch.device) -> bool:
+        """True if VAEs and text encoders are on ``device`` only while they run, as experts are offloaded."""
+        return self.experts.shelf.offload != "none" and device.type != "cpu"
+
+    def beside_experts(self, comes_and_goes: bool) -> list[nn.Module]:
+        """Parts that are on the experts' device at once; of those that come and go the largest."""
         beside = self._all_beside()
-        visitors = [] if self._visits is None else sorted(self.visitors, key=size_of)
+        visitors = sorted(self.visitors, key=size_of) if comes_and_goes else []
         return [part for part in beside if not any(part is one for one in visitors[:-1])]
 
     def limit_memory(self, max_memory: int | None) -> None:
@@ -171,7 +175,7 @@ class Offloading:
         """
         if max_memory is not None or self.max_memory is not None:
             mode = self.experts.shelf.offload
-            self.experts.offload(mode, max_memory, self._beside_experts())
+            self.experts.offload(mode, max_memory, self.beside_experts(self._visits is not None))
         self.max_memory = max_memory
 
     @contextmanager

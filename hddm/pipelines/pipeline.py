@@ -238,8 +238,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             nn.Module.to(self.experts, dtype)
         others = [one for one in args if one is not dtype]
         device = kwargs.get("device", others[0] if others else None)
-        is_offloaded = self.experts.shelf.offload != "none"
-        if is_offloaded and device is not None and torch.device(device).type != "cpu":
+        if device is not None and self.comes_and_goes(torch.device(device)):
             self.visit(torch.device(device))
             moved = self
         else:

@@ -25,6 +25,7 @@ from hddm.conditions import Conditions
 from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
+from hddm.experts.ensemble_folders import COMPONENTS, unnumbered
 from hddm.networks.folders import sha256_once
 from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
@@ -121,13 +122,39 @@ def opened(
 
     Raises `HddmError` for a model that cannot be loaded, and wrong settings.
     """
+    pipeline, settings = read_model(source, settings, grid)
+    pipeline, how = planned_on_device(pipeline, settings, grid)
+    return pipeline, how, settings
+
+
+def read_model(
+    source: Path, settings: SampleSettings, grid: bool = False
+) -> tuple[HDDMPipeline, SampleSettings]:
+    """The first half of `opened`: the pipeline in main memory, and the settings with the dtype that runs.
+
+    Without VAEs, where none will run: for latents that begin as noise.
+    """
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     if grid and is_latent:
         raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
     dtype = dtype_on(device, settings.dtype)
     settings = settings.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    pipeline = HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload)
-    pipeline.to(device).experts.prepare(settings)
+    without = {}
+    # The VAE says how many pixels a size in latents has.
+    if is_latent and settings.init_image is None and settings.height is settings.width is None:
+        without = dict.fromkeys(name for name in COMPONENTS if unnumbered(name) == "vae")
+    return (
+        HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload, **without),
+        settings,
+    )
+
+
+def planned_on_device(
+    pipeline: HDDMPipeline, settings: SampleSettings, grid: bool = False
+) -> tuple[HDDMPipeline, Plan]:
+    """The second half of `opened`: the pipeline on its device, and its plan."""
+    is_latent = settings.output_type == "latent"
+    pipeline.to(available_device(settings.device)).experts.prepare(settings)
     # Only now, since quantized experts take less.
     pipeline.limit_memory(settings.max_memory)
     image, mask = _opened(settings.init_image), _opened(settings.mask)
@@ -136,7 +163,7 @@ def opened(
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
     pipeline.check_output(settings.expert, not is_latent, of_one_kind)
-    return pipeline, how, settings
+    return pipeline, how
 
 
 def _opened(path: Path | None) -> Any:

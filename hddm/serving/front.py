@@ -7,8 +7,9 @@ weight. The work of a lost worker is repeated: a sample depends on seed and inde
 The interface is OpenAI's ``POST /v1/images/generations`` and ``POST /v1/images/edits``, so that its clients
 work unchanged; further keys (seed, steps, strategy, …) are named as in ``hddm sample``.
 
-Text encoders, VAEs and the router run on the device that the service's settings name, and decoding has a
-thread of its own, so that neither other requests nor their sampling wait for it.
+Text encoders, VAEs and the router run on the device that the service's settings name. Decoding has a thread
+of its own, which takes one request after the other while others are sampled; a picture that a request begins
+with is encoded by the same VAE, and waits for it.
 """
 
 import asyncio
@@ -52,7 +53,14 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
 from hddm.sampling import batches
 from hddm.serving.refusals import Refusal, refuse_more
-from hddm.serving.requests import ImageRequest, Uploads, begin_of, read_edit, read_request
+from hddm.serving.requests import (
+    ImageRequest,
+    Uploads,
+    begin_of,
+    read_edit,
+    read_request,
+    refusal_of,
+)
 from hddm.serving.sizes import ServedSizes
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, on_cpu
 from hddm.settings import ServeSettings
@@ -135,7 +143,7 @@ class Front:
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
-        # Apart, so that samples of other requests do not wait for it, nor it for them.
+        # Apart, so that samples of other requests do not wait for a free thread, nor it for them.
         self.decoder = ThreadPoolExecutor(1, "hddm-decode", torch.set_num_threads, (threads,))
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -192,7 +200,7 @@ class Front:
             return error
         # A request's guidance is bounded, so the weights cause samples that are not finite.
         if isinstance(error, HddmError) and not isinstance(error, NotFinite):
-            return Refusal(400, error.message)
+            return refusal_of(error)
         log.error("%s failed", request, exc_info=error)
         return FAILED
 
@@ -327,7 +335,7 @@ class Front:
         try:
             return self.pipeline.at_size(*order.size)
         except HddmError as error:
-            raise Refusal(400, " ".join([error.message, *error.details]), "size") from error
+            raise Refusal(400, refusal_of(error).message, "size") from error
 
     def _asked(self, wanted: ImageRequest) -> tuple[str | None, str | None]:
         """The text and the class that a request's prompt stands for, of which one is None at least."""

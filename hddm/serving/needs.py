@@ -3,6 +3,8 @@
 import copy
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,11 +27,18 @@ from hddm.pipelines.networks_measured import Measured, kind_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import shape_of
 from hddm.sampling import batches, plan
-from hddm.serving.placement import FRONT, Placement
+from hddm.serving.placement import (
+    FRONT,
+    GPUS,
+    Placement,
+    placed_on,
+    refuse_lack,
+    settings_for,
+)
 from hddm.serving.service import names_of
 from hddm.settings import ServeSettings
 from hddm.utils.errors import counted
-from hddm.utils.machine import has_own_memory, main_memory, resident_bytes, room_on
+from hddm.utils.machine import gpu_rooms, has_own_memory, main_memory, resident_bytes, room_on
 from hddm.utils.needs import Effort, Memory, Needs, together
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL
@@ -41,6 +50,9 @@ ELSEWHERE = "the workers run on other machines"
 GUIDED = 2.0
 """A guidance scale that requests may have; all but 1 take the same."""
 
+REMEDY = "pass `quantize` int8, or fewer `num_replicas`, or workers on other machines (`ray`)"
+GPU_REMEDY = "pass `quantize` int8, a smaller `batch_size`, or fewer `num_replicas`"
+
 log = logging.getLogger(__name__)
 
 
@@ -50,45 +62,100 @@ def needs_of_service(
     """Measure what `hddm.serving.service.serve` needs, and start nothing.
 
     Returns:
-        The needs of one worker of each expert and of the front, and lines about all of them together, where
-        they share one memory.
+        The needs of one worker of each expert and of the front, and lines about all that share a memory: that
+        of each GPU, and main memory.
 
     Raises:
-        HddmError: as `serve`, for an ensemble that cannot be opened and for a ``placement`` of unknown names.
+        HddmError: as `serve`, for an ensemble that cannot be opened, a ``placement`` of unknown names, and
+            GPUs that are not there.
     """
     base = resident_bytes()
     names = names_of(folder)
     placement.check(names)
-    is_here = address == LOCAL
-    device = available_device(settings.device) if is_here else torch.device("cpu")
-    dtype = dtype_on(device, settings.dtype)
-    log.info("dry run: measures calls of networks on %s", device if is_here else "no device")
+    if address != LOCAL:
+        return _elsewhere(folder, settings, placement, names, base), []
+    rooms = gpu_rooms()
+    gpus = len(rooms) if settings.device in GPUS else 0
+    resources = placement.of_all(names, gpus)
+    processes = placement.processes(names)
+    parts = [{"num_gpus": resources[name]["num_gpus"]} for name in processes]
+    refuse_lack({"GPU": len(rooms)}, parts)
     with Progress(None, "measure", is_drawn=False):
-        front = _front(folder, settings, base, is_here)
-        # As in a worker: alone in its process, an adapter is merged.
-        experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
-        experts.prepare(settings)
-        measured = dict[str, Measured]()
-        workers = []
-        for name, field in zip(names, experts.fields(), strict=True):
-            number = placement.copies(name)
-            what = f"a worker of {name} ({counted(number, 'worker')})"
-            process = Memory("process", base, "Python and libraries", True, is_on_host=True)
-            fields = [field] if field.weak is None else [field, field.weak]
-            memory = [*of_weights(experts, fields), process]
-            host = main_memory() if is_here and has_own_memory(device) else None
-            room = room_on(device) if is_here else None
-            counted_alone = Needs(what, memory, (), room, host)
-            own = _with_calls(counted_alone, _sampling(field, settings), measured, is_here)
-            workers.append((number, own))
-            for network in experts.stored:
-                experts.shelf.forget(network)
-    needs = [one for _, one in workers]
-    if not is_here or has_own_memory(device):
-        return [*needs, front], []
-    remedy = "pass `quantize` int8, or fewer `num_replicas`, or workers on other machines (`ray`)"
-    lines = together("all processes together", [*workers, (1, front)], main_memory(), remedy)
-    return [*needs, front], lines
+        found = dict[str, Needs]()
+        measured = dict[torch.device, dict[str, Measured]]()
+        for name in [FRONT, *names]:
+            own = settings_for(settings, resources[name])
+            device = available_device(own.device)
+            log.info("dry run: measures calls of networks of %s on %s", name, device)
+            if name == FRONT:
+                found[name] = _front(folder, own, device, base)
+                continue
+            kinds, number = measured.setdefault(device, {}), placement.copies(name)
+            found[name] = _worker(folder, names.index(name), own, device, base, kinds)
+            found[name] = replace(found[name], what=_worker_text(name, number))
+    lines = []
+    placed = placed_on(len(rooms), [one["num_gpus"] for one in parts]) or []
+    for k, room in enumerate(rooms):
+        there = [name for name, places in zip(processes, placed, strict=False) if k in places[:1]]
+        if there:
+            total = sum(found[name].on_device for name in there)
+            what = f"GPU {k} with {', '.join(there)}, without what CUDA itself takes for each"
+            lines += together(what, total, room, GPU_REMEDY)
+    total = sum(found[name].in_main_memory for name in processes)
+    lines += together("all processes together", total, main_memory(), REMEDY)
+    return [found[name] for name in (*names, FRONT)], lines
+
+
+def _elsewhere(
+    folder: Path, settings: ServeSettings, placement: Placement, names: Sequence[str], base: int
+) -> list[Needs]:
+    """The needs of workers and of the front on other machines: weights, which are counted."""
+    device = torch.device("cpu")
+    dtype = dtype_on(device, settings.dtype)
+    experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
+    experts.prepare(settings)
+    process = Memory("process", base, "Python and libraries", True, is_on_host=True)
+    found = []
+    for name, field in zip(names, experts.fields(), strict=True):
+        memory = [*of_weights(experts, _with_weak(field)), process]
+        alone = Needs(_worker_text(name, placement.copies(name)), memory, (), None)
+        found.append(_with_calls(alone, _sampling(field, settings), {}, ELSEWHERE))
+    pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
+    memory = [*beside_experts(pipeline, device), process]
+    memory.append(Memory("decoding", None, ELSEWHERE, is_passing=True))
+    work = [Effort("decoding, PNG files", None, 1, "image", ELSEWHERE)]
+    return [*found, Needs(FRONT, memory, work, None)]
+
+
+def _worker_text(name: str, number: int) -> str:
+    return f"a worker of {name} ({counted(number, 'worker')})"
+
+
+def _with_weak(field: VelocityField) -> list[VelocityField]:
+    """The fields whose weights the worker of a field holds."""
+    return [field] if field.weak is None else [field, field.weak]
+
+
+def _worker(
+    folder: Path,
+    index: int,
+    settings: ServeSettings,
+    device: torch.device,
+    base: int,
+    measured: dict[str, Measured],
+) -> Needs:
+    """The needs of a worker of an expert; ``measured`` are the networks that ran on the device already."""
+    dtype = dtype_on(device, settings.dtype)
+    # As in a worker: alone in its process, an adapter is merged.
+    experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
+    experts.prepare(settings)
+    field = experts.fields()[index]
+    process = Memory("process", base, "Python and libraries", True, is_on_host=True)
+    memory = [*of_weights(experts, _with_weak(field)), process]
+    host = main_memory() if has_own_memory(device) else None
+    alone = Needs("", memory, (), room_on(device), host)
+    reason = "" if alone.fits else TOO_LARGE
+    return _with_calls(alone, _sampling(field, settings), measured, reason)
 
 
 def _sampling(field: VelocityField, settings: ServeSettings) -> Sampling:
@@ -103,15 +170,15 @@ def _sampling(field: VelocityField, settings: ServeSettings) -> Sampling:
     return Sampling.of(how, list(batches(how, range(number), Conditions(given), number)))
 
 
-def _with_calls(
-    needs: Needs, found: Sampling, measured: dict[str, Measured], is_here: bool
-) -> Needs:
-    """The needs of a worker, with its calls: measured once for experts of one kind."""
+def _with_calls(needs: Needs, found: Sampling, measured: dict[str, Measured], reason: str) -> Needs:
+    """The needs of a worker, with its calls: measured once for experts of one kind.
+
+    They are not measured where there is a ``reason``.
+    """
     number = len(found.batches[0].rows)
     calls = found.greatest.of_experts / number
     unit, guided = "calls of one image", found.largest > number
     note = f"one image of {found.how.steps} steps{', with guidance' if guided else ''}"
-    reason = ELSEWHERE if not is_here else "" if needs.fits else TOO_LARGE
     if reason:
         memory = [*needs.memory, Memory("activations", None, reason, is_passing=True)]
         return Needs(
@@ -127,17 +194,18 @@ def _with_calls(
     return Needs(needs.what, memory, work, needs.device, needs.host, remedies)
 
 
-def _front(folder: Path, settings: ServeSettings, base: int, is_here: bool) -> Needs:
-    """The needs of the front, which runs on a CPU, of this machine or of a cluster."""
-    dtype = dtype_on(torch.device("cpu"), settings.dtype)
-    pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
-    memory = beside_experts(pipeline)
-    memory.append(Memory("process", base, "Python and libraries", True))
-    room, most = main_memory(), settings.batch_size
-    lasting = Needs(FRONT, memory, (), room)
+def _front(folder: Path, settings: ServeSettings, device: torch.device, base: int) -> Needs:
+    """The needs of the front, with its networks on a device."""
+    pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype_on(device, settings.dtype))
+    memory = beside_experts(pipeline, device)
+    memory.append(Memory("process", base, "Python and libraries", True, is_on_host=True))
+    room, most = room_on(device), settings.batch_size
+    host = main_memory() if has_own_memory(device) else None
+    lasting = Needs(FRONT, memory, (), room, host)
     work = []
     if lasting.fits:
-        free = room.free - lasting.on_device
+        free = lasting.left
+        pipeline.to(device)
         model = pipeline.ensemble
         shape = shape_of(model, 0)
         if isinstance(pipeline.router, nn.Module):
@@ -150,5 +218,4 @@ def _front(folder: Path, settings: ServeSettings, base: int, is_here: bool) -> N
             started = time.perf_counter()
             pipeline.encode("a photograph")
             work.append(Effort("a prompt", time.perf_counter() - started, 1, "prompt"))
-    own = room if is_here else None
-    return Needs(FRONT, memory, work, own, None, ["pass a smaller `batch_size`"])
+    return Needs(FRONT, memory, work, room, host, ["pass a smaller `batch_size`"])

@@ -5,6 +5,7 @@ formats; nothing in a request is opened as a file, imported or run.
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -23,7 +24,7 @@ from hddm.serving.refusals import Refusal, refuse_more
 from hddm.settings import Limits, SamplingMethod, StrategyName
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.records import Seed, Share, parse_record
+from hddm.utils.records import Seed, Share, first_problem, parse_record
 from hddm.utils.streams import NUMBERS
 
 LONGEST_PROMPT = 4000
@@ -37,6 +38,14 @@ FIELDS = 100
 """Texts of a form."""
 FORM = "multipart/form-data"
 IMAGE, MASK = "image", "mask"
+ARGUMENTS = {
+    "mask_image": MASK,
+    "init_image": IMAGE,
+    "class_labels": "prompt",
+    "height": "size",
+    "width": "size",
+}
+"""Fields by the names of options and arguments that stand for them in messages."""
 SEVERAL = "[]"
 """Ends the name of a field that has several values, as clients write lists."""
 
@@ -133,12 +142,33 @@ def begin_of(wanted: ImageRequest, uploads: Uploads | None) -> Begin:
     return Begin(image, mask, wanted.strength, wanted.resampling_steps, wanted.edit_from)
 
 
+def refusal_of(error: HddmError) -> Refusal:
+    """The answer with status 400 to a request that caused an error: all that it says, and the field."""
+    message, param = " ".join([error.message, *error.details]), None
+    if isinstance(error.__cause__, ValidationError):
+        place = first_problem(error.__cause__)["loc"]
+        param = one_line(place[0], 100) if place else None
+    return Refusal(400, message, param or _field_in(message))
+
+
+def _field_in(message: str) -> str | None:
+    """The field that a message begins with, else the first that it names as an option; None without one."""
+    first = re.match(r"(?:request: )?`?(\w+)", message)
+    named = [] if first is None else [first[1]]
+    named += re.findall(r"`(\w+)", message)
+    for name in named:
+        field = ARGUMENTS.get(name, name)
+        if field in EditRequest.model_fields or field in (IMAGE, MASK):
+            return field
+    return None
+
+
 def read_request(body: bytes, limits: Limits) -> ImageRequest:
     """Parse a body; raises a `Refusal` with status 400 that names the key and the value."""
     try:
         request = parse_record(parse_object(body, "request"), ImageRequest, "request")
     except HddmError as error:
-        raise Refusal(400, error.message) from error
+        raise refusal_of(error) from error
     _check_limits(request, limits)
     return request
 
@@ -159,9 +189,9 @@ def read_edit(headers: Headers, body: bytes, limits: Limits) -> tuple[EditReques
             texts.setdefault(name, []).append(value)
     for name in files:
         if name not in (IMAGE, MASK):
-            raise Refusal(
-                400, f"request: no file is taken as {one_line(name, 100)!r}; send {IMAGE}"
-            )
+            shown = one_line(name, 100)
+            reason = f"request: no file is taken as {shown!r}; send {IMAGE}"
+            raise Refusal(400, reason, shown)
     for name in (IMAGE, MASK):
         if name in texts:
             raise Refusal(400, f"{name} must be a file of the form, with a filename", name)
@@ -170,7 +200,7 @@ def read_edit(headers: Headers, body: bytes, limits: Limits) -> tuple[EditReques
     try:
         request = parse_record(texts, EditRequest, "request")
     except HddmError as error:
-        raise Refusal(400, error.message) from error
+        raise refusal_of(error) from error
     _check_limits(request, limits)
     return request, Uploads(files[IMAGE], files.get(MASK))
 

@@ -19,7 +19,7 @@ from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import several_in
-from hddm.serving.placement import FRONT, GPUS, Placement, device_with, refuse_lack
+from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack, settings_for
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, optional
@@ -97,10 +97,7 @@ def serve(
                 "`device` cuda: the cluster has no GPU; use auto, or add a machine with one"
             )
         of = placement.of_all(names, gpus)
-        of_all = [of[FRONT]]
-        for name in names:
-            of_all += [of[name]] * replicas[name]
-        refuse_lack(ray.cluster_resources(), of_all)
+        refuse_lack(ray.cluster_resources(), [of[name] for name in placement.processes(names)])
         running = ray_serve.status().applications
         if running:
             raise HddmError(
@@ -201,8 +198,7 @@ def application(
 
     def own(name: str) -> tuple[ServeSettings, int]:
         """Settings and threads of a worker."""
-        device = device_with(of[name], settings.device)
-        return settings.model_copy(update={"device": device}), max(1, round(of[name]["num_cpus"]))
+        return settings_for(settings, of[name]), max(1, round(of[name]["num_cpus"]))
 
     workers = {}
     for k, (name, count) in enumerate(replicas.items()):

@@ -100,7 +100,7 @@ class Loader:
     """
 
     def __init__(self, order: Order, draw: Draw, last: int, own: slice, ahead: int) -> None:
-        self._order, self._draw, self._last, self._own, self._ahead = order, draw, last, own, ahead
+        self._order, self._draw, self._last, self._own, self.ahead = order, draw, last, own, ahead
         self._coming: dict[int, Future[NumberedInputs]] = {}
         # Its few operations take one core, beside the step.
         self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
@@ -112,9 +112,9 @@ class Loader:
 
     def take(self, step: int) -> NumberedInputs:
         """Return the inputs of ``step``, and begin to draw the next ones."""
-        if not self._ahead:
+        if not self.ahead:
             return self._drawn(step)
-        for one in range(step, min(step + self._ahead, self._last) + 1):
+        for one in range(step, min(step + self.ahead, self._last) + 1):
             if one not in self._coming:
                 self._coming[one] = self._thread.submit(self._drawn, one)
         return self._coming.pop(step).result()
@@ -316,12 +316,13 @@ class Trainer:
         self._task = task
         self.load(recipe.batch_size)
 
-    def load(self, batch_size: int) -> None:
-        """Take batches of this size from the next step on."""
+    def load(self, batch_size: int, last: int | None = None) -> None:
+        """Take batches of this size from the next step on, up to step ``last``, by default the recipe's."""
         task, recipe, device = self._task, self.recipe, self.device
+        last = recipe.steps if last is None else last
         order = Order(task.num_samples, batch_size, recipe.seed, task.key)
         ahead = 0 if device.target.type == "cpu" else AHEAD
-        self.loader = Loader(order, task.draw, recipe.steps, device.share(batch_size), ahead)
+        self.loader = Loader(order, task.draw, last, device.share(batch_size), ahead)
 
     def reports(self, stop: StopRequest, run: Run | None) -> Iterator[StepReport]:
         """Take all steps that are left, and yield the report of each.

@@ -35,6 +35,8 @@ from hddm.utils.tensors import synchronize
 
 _ALIVE = 4
 """Of what is counted, as many rows are alive in the measured steps: weights to averages."""
+_TAKEN = 3
+"""Batches that one measurement takes at most: a first one, one of a step that is not timed, and its own."""
 WEAK_BYTES = 2
 """Bytes of a number of the weak model, which is kept in bfloat16."""
 
@@ -191,6 +193,7 @@ class _Steps:
         trainer = self.trainer
         optimizer = trainer.state.optimizer
         self._load(number)
+        self.step += 1
         with LiveBytes() as forward:
             begun = trainer.begun(self.step, self.stop, None)
         activations = forward.peak(p.grad for p in trainer.parameters if p.grad is not None)
@@ -204,8 +207,16 @@ class _Steps:
 
     def timed(self, number: int) -> tuple[float, float, float]:
         """Seconds of a step on ``number`` samples to its gradients, of its update, and of its inputs."""
-        trainer = self.trainer
         self._load(number)
+        if self.trainer.loader.ahead:
+            # In the training, too, inputs are drawn while the step before computes.
+            self._step()
+        return self._step()
+
+    def _step(self) -> tuple[float, float, float]:
+        """Take a step; returns the seconds of `timed`."""
+        trainer = self.trainer
+        self.step += 1
         started = self._now()
         begun = trainer.begun(self.step, self.stop, None)
         middle = self._now()
@@ -221,6 +232,7 @@ class _Steps:
         before = network.register_forward_pre_hook(lambda *_: marks.append(self._now()))
         after = network.register_forward_hook(lambda *_: marks.append(self._now()))
         self._load(number)
+        self.step += 1
         _, inputs, _ = trainer.loader.take(self.step)
         inputs = trainer.device.moved(inputs)
         trainer.losses(inputs)
@@ -229,9 +241,12 @@ class _Steps:
         return marks[-1] - marks[0]
 
     def _load(self, number: int) -> None:
-        self.trainer.loader.close()
-        self.trainer.load(number)
+        """Read batches of this size; the first is taken here, so that no step waits for the start of it."""
+        trainer = self.trainer
+        trainer.loader.close()
+        trainer.load(number, self.step + _TAKEN)
         self.step += 1
+        trainer.loader.take(self.step)
 
     def _now(self) -> float:
         synchronize(self.trainer.device.target)

@@ -65,6 +65,11 @@ def _name_of(device: torch.device) -> str:
         return str(device)
 
 
+def gpu_rooms() -> list[Room | None]:
+    """Memory of each CUDA device that this process sees; None for one that does not tell."""
+    return [room_on(torch.device("cuda", k)) for k in range(torch.cuda.device_count())]
+
+
 def has_own_memory(device: torch.device) -> bool:
     """True for a device with memory beside the main memory."""
     return device.type not in ("cpu", "mps")

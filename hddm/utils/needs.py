@@ -81,6 +81,11 @@ class Needs:
         return _sum(one for one in self.memory if not self._is_on_device(one))
 
     @property
+    def in_main_memory(self) -> int:
+        """Bytes in main memory, whether or not that is the device's."""
+        return self.on_device if self.host is None else self.on_host
+
+    @property
     def seconds(self) -> float:
         """Seconds of all work that is known."""
         return sum(one.total or 0.0 for one in self.work)
@@ -142,9 +147,10 @@ class Needs:
         return ["  fits"]
 
 
-def together(what: str, parts: Iterable[tuple[int, Needs]], room: Room, remedy: str) -> list[str]:
-    """Lines about the memory of several processes in one ``room``: their numbers, and the needs of each."""
-    total = sum(number * one.on_device for number, one in parts)
+def together(what: str, total: int, room: Room | None, remedy: str) -> list[str]:
+    """Lines about the ``total`` memory of several processes in one ``room``, if it is known."""
+    if room is None:
+        return [f"{what}: about {size_text(total)}", "  how much memory is free is not known"]
     rows = [f"{what}: about {size_text(total)} of {_of(room)}"]
     rows.append("  fits" if total <= room.free else f"  does not fit: {remedy}")
     return rows

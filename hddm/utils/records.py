@@ -177,11 +177,16 @@ def parse_record(
             return record.model_validate_json(content, strict=True)
         return record.model_validate(content)
     except ValidationError as error:
-        problems = error.errors()
-        # An unknown key before others, since a misspelt key is missing too.
-        first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+        first = first_problem(error)
         text = _of_arguments(first) if origin == OPTIONS else f"{origin}: {_of_keys(first, record)}"
         raise HddmError(text) from error
+
+
+def first_problem(error: ValidationError) -> ErrorDetails:
+    """The problem that `parse_record` tells."""
+    problems = error.errors()
+    # An unknown key before others, since a misspelt key is missing too.
+    return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
 
 
 def _of_keys(problem: ErrorDetails, record: type[BaseModel]) -> str:

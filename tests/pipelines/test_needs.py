@@ -4,20 +4,25 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from hddm.experts.assembly import assemble
-from hddm.networks.offload import StoredNetwork
-from hddm.pipelines.needs import needs_of_sampling
-from hddm.pipelines.samples import sample_to_folder
+from hddm.networks.offload import Shelf, StoredNetwork
+from hddm.pipelines.needs import beside_experts, needs_of_sampling, of_weights
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.pipelines.samples import opened, sample_to_folder
 from hddm.settings import SampleSettings
+from hddm.utils.errors import UsageError
 from hddm.utils.machine import Room
 from tests.artefacts import Command
 from tests.conftest import Trio
+from tests.ensemble_files import write_text
 
 pytestmark = pytest.mark.integration
 
@@ -172,3 +177,147 @@ def test_a_dry_run_writes_nothing_and_nothing_is_in_its_way(
     assert "dry run: nothing is written" in said
     assert "between" in said or "as the router decides" in said or "calls of one image" in said
     assert [path.name for path in tmp_path.rglob("*")] == ["samples", "mine.txt"]
+
+
+@pytest.fixture(scope="module")
+def text(root: Path) -> Path:
+    """Experts that take text, with a VAE, text encoders and a router."""
+    return write_text(root / "of_text")
+
+
+ELSEWHERE = torch.device("meta")
+"""A device with memory of its own, as a GPU's, on which nothing runs."""
+
+
+@pytest.mark.parametrize("offload", ["none", "ram", "disk"])
+def test_parts_beside_experts_are_counted_where_the_pipeline_puts_them(
+    text: Path, offload: Any
+) -> None:
+    pipe = HDDMPipeline.from_pretrained(text, offload=offload)
+    rows = beside_experts(pipe, ELSEWHERE)
+    before = {one.name: one.size for one in rows if not one.is_on_host}
+    idle = {one.name.removesuffix(", idle"): one.size for one in rows if one.is_on_host}
+    pipe.to(ELSEWHERE)
+    stays, waits = dict[str, int](), dict[str, int]()
+    for name, part in (
+        ("router", pipe.router),
+        ("vae", pipe.vae),
+        ("text encoder", pipe.text_encoder),
+    ):
+        there = {one.device.type for one in part.parameters()}
+        size = sum(one.nbytes for one in [*part.parameters(), *part.buffers()])
+        (stays if there == {"meta"} else waits)[name] = size
+    assert idle == waits
+    largest = max(waits, key=lambda name: waits[name], default=None)
+    assert before == (stays if largest is None else stays | {largest: waits[largest]})
+    # One object decides: what a limit leaves to experts is what is not counted here.
+    limit = 10**9
+    if offload != "none":
+        pipe.limit_memory(limit)
+        parameters = [one.nbytes for part in pipe.beside_experts(True) for one in part.parameters()]
+        assert pipe.experts.shelf.budget == limit - sum(parameters)
+
+
+def test_nothing_comes_to_a_device_that_has_no_room_for_what_stays(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("moved")
+
+    monkeypatch.setattr("hddm.pipelines.needs.room_on", lambda device: Room("a thimble", 1000, 900))
+    monkeypatch.setattr("hddm.pipelines.needs.has_own_memory", lambda device: True)
+    monkeypatch.setattr(HDDMPipeline, "to", refused)
+    needs = needs_of_sampling(text, SampleSettings.model_validate(SHORT))
+    assert not needs.fits
+    said = "\n".join(needs.lines())
+    assert "vae" in said
+    assert "does not fit: pass `offload` disk" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "is_held"),
+    [
+        ({}, True),
+        ({"output_type": "latent"}, False),
+        # It encodes the picture, or says how many pixels a latent has.
+        ({"output_type": "latent", "init_image": True}, True),
+        ({"output_type": "latent", "height": 8, "width": 8}, True),
+    ],
+    ids=str,
+)
+def test_a_vae_that_does_not_run_is_neither_held_nor_counted(
+    text: Path, tmp_path: Path, options: dict[str, Any], is_held: bool
+) -> None:
+    if "init_image" in options:
+        Image.new("RGB", (8, 8)).save(tmp_path / "begin.png")
+        options = options | {"init_image": tmp_path / "begin.png"}
+    settings = SampleSettings.model_validate(
+        SHORT | {"strategy": "draw", "prompts": ("a cat",)} | options
+    )
+    pipeline, _, _ = opened(text, settings)
+    assert (pipeline.vae is not None) == is_held
+    needs = needs_of_sampling(text, settings)
+    assert ("vae" in {one.name for one in needs.memory}) == is_held
+    is_decoded = "output_type" not in options
+    assert ("decoding" in {one.name for one in needs.memory}) == is_decoded
+    assert any(one.name == "decoding, PNG files" for one in needs.work) == is_decoded
+
+
+def test_latents_have_no_sheet_in_a_dry_run_either(text: Path) -> None:
+    settings = SampleSettings.model_validate(SHORT | {"output_type": "latent"})
+    with pytest.raises(UsageError, match="`grid`"):
+        needs_of_sampling(text, settings, grid=True)
+
+
+def test_the_network_that_is_brought_ahead_counts(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.networks.offload.free_memory", lambda device: 10**12)
+    shelf = Shelf("ram")
+    gpu = SimpleNamespace(type="cuda")
+    for size in (10, 20, 30):
+        shelf.add(
+            cast(StoredNetwork, SimpleNamespace(size=size, placement=SimpleNamespace(device=gpu)))
+        )
+    assert shelf.budget == 30
+    shelf.look_for_room()
+    assert shelf.budget == 50
+
+    def found(one: Shelf) -> None:
+        one._has_room_for_next = True
+
+    monkeypatch.setattr(Shelf, "look_for_room", found)
+    experts = HDDMPipeline.from_pretrained(three, offload="disk").experts
+    fields = experts.fields()
+    size = experts.stored[0].size
+    assert of_weights(experts, fields)[0].size == 2 * size
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("offload", ["ram", "disk"])
+@pytest.mark.parametrize("number", [1, 2, 100])
+def test_a_limit_says_how_many_experts_are_there_at_once(
+    three: Path, monkeypatch: pytest.MonkeyPatch, offload: str, number: int, is_gpu: bool
+) -> None:
+    """Below the size of all experts and above it, on a device with and without memory of its own."""
+    if is_gpu:
+        monkeypatch.setattr("hddm.pipelines.needs.has_own_memory", lambda device: True)
+    pipe = HDDMPipeline.from_pretrained(three)
+    size = pipe.experts.stored[0].size
+    limit = number * size + sum(one.nbytes for one in pipe.router.parameters())
+    options = {"strategy": "full", "offload": offload, "max_memory": limit}
+    needs = needs_of_sampling(three, SampleSettings.model_validate(SHORT | options))
+    found = {one.name: one for one in needs.memory}
+    reading = next(one for one in needs.work if one.name == "reading weights")
+    if offload == "ram" and not is_gpu:
+        assert found["experts"].note == "3 networks in float32, all in memory"
+        assert found["experts"].size == 3 * size
+        assert reading.seconds is not None
+        return
+    fitting = min(number, 3)
+    assert found["experts"].size == fitting * size
+    assert found["experts"].note == f"{fitting} of 3 networks at once, in float32"
+    assert (reading.seconds is None) == (fitting < 3)
+    assert ("idle experts" in found) == (offload == "ram")
+    if offload == "ram":
+        assert found["idle experts"].size == 3 * size

@@ -289,21 +289,39 @@ FORMS: dict[str, tuple[dict[str, bytes], dict[str, Any], int, str | None, str]] 
         {"image": WHOLE, "mask": encoded(Image.new("L", (64, 32), 255))},
         {},
         400,
-        None,
+        "mask",
         "mask_image of 64×32 pixels is cropped unlike image of 64×64",
     ),
-    "file": ({"image": WHOLE, "poster": WHOLE}, {}, 400, None, "no file is taken as 'poster'"),
-    "key": ({"image": WHOLE}, {"strenght": 0.3}, 400, None, "did you mean 'strength'?"),
-    "strength": ({"image": WHOLE}, {"strength": 1.5}, 400, None, "must be 1 or less"),
-    "not finite": ({"image": WHOLE}, {"guidance_scale": "nan"}, 400, None, "guidance_scale"),
+    "file": ({"image": WHOLE, "poster": WHOLE}, {}, 400, "poster", "no file is taken as 'poster'"),
+    "key": ({"image": WHOLE}, {"strenght": 0.3}, 400, "strenght", "did you mean 'strength'?"),
+    "strength": ({"image": WHOLE}, {"strength": 1.5}, 400, "strength", "must be 1 or less"),
+    "not finite": (
+        {"image": WHOLE},
+        {"guidance_scale": "nan"},
+        400,
+        "guidance_scale",
+        "guidance_scale",
+    ),
     "many": ({"image": WHOLE}, {"n": 11}, 400, "n", "this service makes at most 10"),
-    "repeats": ({"image": WHOLE}, {"resampling_steps": 3}, 400, None, "`mask`, and there is none"),
-    "too often": ({"image": WHOLE}, {"resampling_steps": 999}, 400, None, "must be 100 or less"),
+    "repeats": (
+        {"image": WHOLE},
+        {"resampling_steps": 3},
+        400,
+        "resampling_steps",
+        "`mask`, and there is none",
+    ),
+    "too often": (
+        {"image": WHOLE},
+        {"resampling_steps": 999},
+        400,
+        "resampling_steps",
+        "must be 100 or less",
+    ),
     "both": (
         {"image": WHOLE, "mask": encoded(erased(photo(64), 16))},
         {"edit_from": "a cat"},
         400,
-        None,
+        "edit_from",
         "`edit_from` changes the whole picture",
     ),
 }
@@ -409,7 +427,7 @@ def test_a_slow_decoder_stops_neither_the_service_nor_the_samples_of_others(
 def test_on_a_gpu_the_front_has_all_its_parts_there(text: Path, strategy: str) -> None:
     """VAE, text encoder and router; images are those of a CPU up to rounding, in TF32."""
     on_gpu, on_cpu = (front_of(text, device=one, dtype="float32") for one in ("cuda", "cpu"))
-    for part in on_gpu.pipeline._beside_experts():
+    for part in on_gpu.pipeline.beside_experts(False):
         assert {one.device.type for one in part.parameters()} == {"cuda"}
     assert on_gpu.ensemble.device.type == "cuda"
     files = {"image": encoded(photo(8)), "mask": encoded(erased(photo(8), 2))}

@@ -28,10 +28,11 @@ from starlette.requests import Request
 from hddm.experts.assembly import assemble
 from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
+from hddm.serving.requests import refusal_of
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import SampleJob, VelocityJob, Worker
 from hddm.settings import SampleSettings, ServeSettings
-from hddm.utils.errors import UsageError
+from hddm.utils.errors import HddmError, UsageError
 from tests.artefacts import refusal
 from tests.ensemble_files import (
     CLASSES,
@@ -462,22 +463,73 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
+PARAMS = {
+    "class": "prompt",
+    "model": "model",
+    "size": "size",
+    "many": "n",
+    "key": "sed",
+    "negative": "negative_prompt",
+    "weak": "guide_by",
+    "strategy": "strategy",
+}
+"""The field that each of `WRONG` is refused for."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", "one"),
+        ("n", 0),
+        ("seed", -1),
+        ("steps", 2**70),
+        ("size", "wide"),
+        ("solver", "magic"),
+        ("strategy", "top-0"),
+        ("guidance_scale", 5000),
+        ("guidance_interval", [0.9, 0.1]),
+        ("guidance_rescale", 7),
+        ("router_every", 0),
+        ("response_format", "url"),
+        ("output_format", "jpeg"),
+        ("shift", -1),
+        ("prompt", 5),
+        ("quality", "high"),
+    ],
+)
+def test_a_field_of_a_wrong_value_is_named(front: Front, name: str, value: object) -> None:
+    answer = ask(front, **{"prompt": "cat"} | {name: value})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == name
+    assert name in error["message"]
+    assert name == "quality" or str(value).strip("[]").split(",")[0] in error["message"]
+
+
+def test_what_an_error_has_in_further_lines_is_said_too() -> None:
+    error = HddmError("`strategy` full: cannot run", ["expert 0 has no router", "expert 1 neither"])
+    refusal = refusal_of(error)
+    assert refusal.body["error"]["param"] == "strategy"
+    assert refusal.message.endswith("cannot run expert 0 has no router expert 1 neither")
+
+
 def test_a_strategy_for_one_expert_is_refused(tmp_path: Path) -> None:
     alone = front_of(write_ensemble(tmp_path, [flow_expert(0, num_classes=3)]))
     answer = ask(alone, prompt="cat", strategy="full")
     assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "strategy"
     told = "`strategy` full: has no effect, since there is one expert; drop it"
     assert answer.json()["error"]["message"] == told
 
 
-@pytest.mark.parametrize(("body", "status", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_request_is_told_what_is_wrong(
-    front: Front, body: dict[str, Any], status: int, words: str
-) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_request_is_told_what_is_wrong(front: Front, name: str) -> None:
+    body, status, words = WRONG[name]
     answer = ask(front, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
     assert words in error["message"]
+    assert error["param"] == PARAMS[name]
     assert "\n" not in error["message"]
 
 

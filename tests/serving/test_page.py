@@ -163,7 +163,7 @@ def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> 
     for _ in paint([wrong, right], {}, threading.Event()):
         pass
     shown = results([wrong, right])
-    assert 'role="alert">&lt;wrong&gt;: top-9 needs 9 experts and there are 2<' in shown
+    assert 'role="alert">&lt;wrong&gt;: `strategy` top-9 needs 9 experts and there are 2<' in shown
     assert shown.count('class="done') == 3
 
 

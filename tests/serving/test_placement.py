@@ -1,5 +1,6 @@
 """What the workers of a service ask Ray for, as a function of the cluster and of the user's options."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,7 @@ from hddm.serving.placement import (
     gpus_each,
     refuse_lack,
 )
-from hddm.utils.errors import UsageError
+from hddm.utils.errors import HddmError, UsageError
 from tests.artefacts import refusal
 
 NAMES = ("a", "b", "c")
@@ -64,6 +65,11 @@ def test_gpus_are_shared_out_evenly(
         (2, {"a": {"num_gpus": 1}}, [1, 0.495, 0.495, FRONTS_PART]),
         (1, {"a": {"num_gpus": 0.5}}, [0.5, 0.245, 0.245, FRONTS_PART]),
         (0, {"": {"num_cpus": 2}}, [0, 0, 0, 0]),
+        # A part lies in the rest of one GPU, whatever is left of all together.
+        (2, {"a": {"num_gpus": 0.6}, "b": {"num_gpus": 0.6}}, [0.6, 0.6, 0.39, FRONTS_PART]),
+        (2, {"a": {"num_gpus": 0.7}}, [0.7, 0.495, 0.495, FRONTS_PART]),
+        (3, {"a": {"num_gpus": 0.5}}, [0.5, 0.99, 0.99, FRONTS_PART]),
+        (3, {"a": {"num_gpus": 0.2}, "b": {"num_gpus": 2}}, [0.2, 2, 0.79, FRONTS_PART]),
     ],
 )
 def test_what_the_user_asks_for_is_taken_off_first(
@@ -76,7 +82,7 @@ def test_shares_by_default_fit_every_cluster_in_every_order_and_are_what_ray_tak
     """No GPU has more than ceil(W / G) workers, whichever Ray fills first, and the front has room."""
     for gpus in range(1, 9):
         for workers in range(1, 40):
-            each = gpus_each(gpus, workers, FRONTS_PART)
+            each = gpus_each(gpus, [], workers, FRONTS_PART)
             assert each == 1 or each < 1
             assert math.isclose(each / LEAST, round(each / LEAST))
             most = math.ceil(workers / gpus)
@@ -84,6 +90,27 @@ def test_shares_by_default_fit_every_cluster_in_every_order_and_are_what_ray_tak
             assert most * each + (FRONTS_PART if workers >= gpus else 0) <= 1 + 1e-9
             needed = [{"num_gpus": one} for one in (FRONTS_PART, *[each] * workers)]
             refuse_lack({"GPU": gpus}, needed)
+
+
+def test_what_is_open_fits_beside_every_part_that_the_user_asks_for() -> None:
+    """Wherever given parts leave a tenth of a GPU, others share it, and the front has room."""
+    for gpus, others in itertools.product(range(1, 5), range(1, 5)):
+        for tenths in itertools.combinations_with_replacement(range(10), 3):
+            resources = {}
+            for name, one in zip(NAMES, tenths, strict=True):
+                resources[name] = {"num_gpus": one / 10}
+            given = [{"num_gpus": one / 10} for one in tenths]
+            try:
+                refuse_lack({"GPU": gpus}, given)
+            except HddmError:
+                continue
+            if sum(tenths) == 10 * gpus:
+                continue
+            found = Placement({"d": others}, resources).of_all([*NAMES, "d"], gpus)
+            assert 0 < found["d"]["num_gpus"] <= 1
+            needed = [found[name] for name in NAMES] + [found["d"]] * others
+            refuse_lack({"GPU": gpus, "CPU": 99}, [*needed, found[FRONT]])
+            assert found[FRONT]["num_gpus"] == FRONTS_PART
 
 
 def test_what_a_cluster_cannot_give_is_refused_in_one_line() -> None:

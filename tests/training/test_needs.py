@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,16 @@ from torch import Tensor
 from hddm.training.continuation import continued_training
 from hddm.training.distill import needs_of_student, student_training
 from hddm.training.expert import new_training
-from hddm.training.loop import StepReport, Training, fit
+from hddm.training.loop import (
+    AHEAD,
+    Draw,
+    Loader,
+    Order,
+    StepInputs,
+    StepReport,
+    Training,
+    fit,
+)
 from hddm.training.needs import needs_of_training
 from hddm.training.router import router_training
 from hddm.training.settings import DistillSettings, RunOptions
@@ -179,6 +189,43 @@ def test_time_is_finite_and_in_proportion_to_the_steps(shards: Path, steps: int)
     assert 0 < work.seconds < math.inf
     assert work.total == steps * work.seconds
     assert needs.seconds >= work.total
+
+
+class Ahead(Loader):
+    """Draws ahead, as beside a GPU, and takes so many ``seconds`` to start."""
+
+    seconds = 0.0
+
+    def __init__(self, order: Order, draw: Draw, last: int, own: slice, ahead: int) -> None:
+        self.is_new = True
+
+        def slow(rows: Tensor, noise: torch.Generator, part: slice) -> StepInputs:
+            if self.is_new:
+                time.sleep(self.seconds)
+            self.is_new = False
+            return draw(rows, noise, part)
+
+        super().__init__(order, slow, last, own, AHEAD)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_a_short_training_is_measured_where_batches_are_drawn_ahead(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr("hddm.training.loop.Loader", Ahead)
+    needs = needs_of_training(training_of(shards / "shard_0", steps=steps, batch_size=8))
+    assert next(one.seconds for one in needs.work if one.name == "training")
+
+
+def test_the_start_of_a_loader_is_no_part_of_a_step(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.training.loop.Loader", Ahead)
+    monkeypatch.setattr(Ahead, "seconds", 0.5)
+    needs = needs_of_training(training_of(shards / "shard_0", steps=10, batch_size=2))
+    work = next(one for one in needs.work if one.name == "training")
+    assert work.seconds is not None
+    assert work.seconds < 0.4
 
 
 def test_what_does_not_fit_is_not_measured_and_says_so(

@@ -51,9 +51,14 @@ def test_what_is_not_known_is_no_zero() -> None:
 
 
 def test_processes_share_one_memory() -> None:
-    parts = [(3, needs(Memory("a", 200))), (1, needs(Memory("b", 201)))]
-    assert together("all", parts, ROOM, "fewer of them")[-1] == "  does not fit: fewer of them"
-    assert together("all", parts[:1], ROOM, "fewer of them")[-1] == "  fits"
+    assert together("all", 801, ROOM, "fewer of them")[-1] == "  does not fit: fewer of them"
+    assert together("all", 800, ROOM, "fewer of them")[-1] == "  fits"
+
+
+def test_main_memory_is_the_device_s_own_or_the_host_s() -> None:
+    memory = (Memory("a", 700), Memory("b", 51, is_on_host=True))
+    assert needs(*memory).in_main_memory == 751
+    assert needs(*memory, host=ROOM).in_main_memory == 51
 
 
 def test_amounts_are_written_briefly() -> None:
