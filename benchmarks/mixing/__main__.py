@@ -35,6 +35,7 @@ from benchmarks.harness import (
 from benchmarks.mixing.verdicts import READING, answers, verdict_table
 from hddm.objective.records import HeldOutScores
 from hddm.objective.scores import score_held_out
+from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
 
 app = typer.Typer(help="When it pays to mix experts.", no_args_is_help=True, add_completion=False)
@@ -277,11 +278,49 @@ def regime(
         one.folder.mkdir(exist_ok=True)
         for title, row in REGIMES[name](one, ddpm).items():
             found.setdefault(title, {})[str(seed)] = row.figures
+    lines = _report(name, found)
+    print("\n".join(lines))
+    content = {"regime": name, "figures": found, "ddpm": ddpm}
+    typer.echo(start.write(f"mixing-{name}", lines, content))
+
+
+@app.command()
+def together(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSON files of one regime, of different seeds.")
+    ],
+    results: ResultsOption = RESULTS,
+) -> None:
+    """One table and one list of verdicts from runs of one regime that had different training seeds."""
+    start = Start(results)
+    names = set()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for file in files:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        names.add(content["regime"])
+        for title, row in content["figures"].items():
+            twice = found.setdefault(title, {}).keys() & row.keys()
+            if twice:
+                raise HddmError(f"{file}: seed {min(twice)} of {title!r} is in another file too")
+            found[title] |= row
+    if len(names) > 1:
+        raise HddmError(
+            f"{', '.join(map(str, files))}: are of {' and '.join(sorted(names))}; name one"
+        )
+    (name,) = names
+    lines = _report(name, found)
+    print("\n".join(lines))
+    content = {"regime": name, "figures": found, "of": [file.name for file in files]}
+    typer.echo(start.write(f"mixing-{name}", lines, content))
+
+
+def _report(name: str, found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """The table of a regime, and its verdicts where there is more than one seed."""
+    seeds = min(len(row) for row in found.values())
     lines = [f"# Mixing experts on digits: {name}", _TEXT.format(seeds=seeds), "", *table(found)]
     if seeds > 1:
         lines += ["", READING, "", *verdict_table(answers(name, found))]
-    print("\n".join(lines))
-    typer.echo(start.write(f"mixing-{name}", lines, {"figures": found, "ddpm": ddpm}))
+    return lines
 
 
 _TEXT = (
