@@ -19,9 +19,10 @@ from hddm.experts.expert import Expert, as_field, open_expert, save_expert
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.families import family_of
 from hddm.networks.families.family import Taken
+from hddm.networks.families.program import PROGRAMS
 from hddm.networks.programs.archive import PROGRAM
 from hddm.networks.programs.graph import Graph, references
-from hddm.networks.programs.network import ProgramFile, ProgramNetwork
+from hddm.networks.programs.network import ProgramFile
 from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.programs.tracing import traced, weights_of, write_program
 from hddm.networks.wrappers import NetworkWrapper
@@ -120,7 +121,7 @@ def export(
         (draft / PROGRAM).unlink()
         weights = weights_of(program, file.graph)
         taken = _taken(network, file.graph, examples, nulls, classes)
-        made = ProgramNetwork(
+        made = PROGRAMS.network(
             file=file,
             program=file.sha256,
             sample_size=shape[1:],

@@ -26,6 +26,7 @@ from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
 from hddm.networks.folders import sha256_once
+from hddm.networks.programs.permission import opens_programs
 from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.picture_texts import KEY, PictureTexts
@@ -60,6 +61,7 @@ LARGEST = 256
 log = logging.getLogger(__name__)
 
 
+@opens_programs
 @keywords
 def sample_to_folder(
     source: Path,

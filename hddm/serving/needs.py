@@ -10,6 +10,7 @@ from torch import nn
 
 from hddm.conditions import Conditions
 from hddm.experts.loading import open_ensemble
+from hddm.networks.programs.permission import programs_allowed
 from hddm.pipelines.needs import (
     TOO_LARGE,
     Sampling,
@@ -57,7 +58,8 @@ def needs_of_service(
         HddmError: as `serve`, for an ensemble that cannot be opened and for a ``placement`` of unknown names.
     """
     base = resident_bytes()
-    names = names_of(folder)
+    with programs_allowed(settings.allow_program):
+        names = names_of(folder)
     placement.check(names)
     is_here = address == LOCAL
     device = available_device(settings.device) if is_here else torch.device("cpu")
@@ -66,7 +68,9 @@ def needs_of_service(
     with Progress(None, "measure", is_drawn=False):
         front = _front(folder, settings, base, is_here)
         # As in a worker: alone in its process, an adapter is merged.
-        experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
+        with programs_allowed(settings.allow_program):
+            opened = open_ensemble(folder, dtype)
+        experts = opened.expert_set(device, dtype, shares=False)
         experts.prepare(settings)
         measured = dict[str, Measured]()
         workers = []

@@ -5,12 +5,16 @@ open one is to run a stranger's program, and only the caller can decide to.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hddm.utils.errors import HddmError
 
+Returned = TypeVar("Returned")
 _IS_ALLOWED = ContextVar("programs_are_allowed", default=False)
 
 
@@ -22,6 +26,27 @@ def programs_allowed(is_allowed: bool) -> Iterator[None]:
         yield
     finally:
         _IS_ALLOWED.reset(token)
+
+
+def programs_are_allowed() -> bool:
+    """True within a block that allows programs, to be passed on to another process."""
+    return _IS_ALLOWED.get()
+
+
+def opens_programs(function: Callable[..., Returned]) -> Callable[..., Returned]:
+    """Give a function a keyword ``allow_program``, by which its caller allows programs while it runs."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, allow_program: bool = False, **values: Any) -> Returned:
+        with programs_allowed(allow_program):
+            return function(*arguments, **values)
+
+    signature = inspect.signature(function)
+    given = list(signature.parameters.values())
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    given.append(inspect.Parameter("allow_program", keyword, default=False, annotation=bool))
+    called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+    return called
 
 
 def refuse_program(path: Path) -> None:
