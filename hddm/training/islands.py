@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from hddm.data.shards import open_shard
 from hddm.experts.expert import open_expert
 from hddm.experts.records import EXPERT_FILE
-from hddm.networks.programs.permission import programs_allowed
+from hddm.networks.programs.permission import programs_allowed, programs_are_allowed
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
 from hddm.training.loop import OnTrainingStep, summary_of

@@ -54,7 +54,8 @@ _LAYERS = (
     "_adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d avg_pool3d "
     "batch_norm _native_batch_norm_legit_no_training grid_sampler group_norm instance_norm layer_norm "
     "max_pool1d max_pool2d native_group_norm native_layer_norm rms_norm upsample_bicubic2d "
-    "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d _upsample_nearest_exact2d _weight_norm"
+    "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
+    "_upsample_nearest_exact2d _weight_norm"
 )
 _SIZES = "sym_size sym_numel"
 NAMES = frozenset(
