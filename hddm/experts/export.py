@@ -114,6 +114,7 @@ def export(
     name = an(type(network).__name__)
     with errors_as(HddmError, f"{name} cannot be exported"):
         program = traced(own, _rows(inputs, _BATCHES[0]))
+        channels = _channels(own, inputs)
     with new_folder(target, EXPERT_FILE, overwrite) as draft:
         write_program(draft / PROGRAM, program)
         with errors_as(HddmError, f"{name} cannot be exported"):
@@ -126,7 +127,7 @@ def export(
             program=file.sha256,
             sample_size=shape[1:],
             in_channels=shape[0],
-            out_channels=_channels(own, inputs),
+            out_channels=channels,
             conditions={name: list(value.shape) for name, value in examples.items()},
             num_classes=taken.num_classes,
             null_class=taken.null_class,
@@ -209,8 +210,16 @@ def _rows(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
 
 def _channels(own: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     with torch.no_grad():
-        output: Tensor = own(**_rows(inputs, 1))
-    return output.shape[1] if output.ndim > 1 else 0
+        output: Tensor = own(**_rows(inputs, _BATCHES[0]))
+    wanted = inputs["x"][: _BATCHES[0]].shape
+    channels = output.shape[1] if output.ndim == len(wanted) else 0
+    has_sides = output.shape[2:] == wanted[2:] and channels in (wanted[1], 2 * wanted[1])
+    if not has_sides or len(output) != _BATCHES[0]:
+        raise HddmError(
+            f"the network gives {tuple(output.shape)} for states {tuple(wanted)}; it must give their shape, "
+            "or twice as many channels with a learned variance"
+        )
+    return channels
 
 
 def _taken(

@@ -49,6 +49,8 @@ def traced(network: nn.Module, inputs: Mapping[str, Tensor]) -> ExportedProgram:
 
 def _cause(error: Exception) -> str:
     """The first line of torch's error that says anything."""
+    if isinstance(error, HddmError):
+        return error.message
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     is_of_batch = "constraint" in str(error).lower() and "specializ" in str(error).lower()
