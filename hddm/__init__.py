@@ -19,6 +19,7 @@ _HOMES = {
     "convert": "hddm.checkpoints.convert",
     "drop_in": "hddm.pipelines.drop_in",
     "evaluate": "hddm.evaluation.evaluate",
+    "export": "hddm.experts.export",
     "load": "hddm.experts.loading",
     "partition": "hddm.data.partition",
     "sample": "hddm.sampling",

@@ -8,6 +8,7 @@ from typing import Literal
 from hddm import schedules as schedules
 from hddm.ensemble import Ensemble as Ensemble
 from hddm.evaluation.results import Evaluation as Evaluation
+from hddm.experts.export import export as export
 from hddm.experts.loading import load as load
 from hddm.pipelines.drop_in import drop_in as drop_in
 from hddm.pipelines.pipeline import HDDMPipeline as HDDMPipeline
@@ -33,6 +34,7 @@ def assemble(
     domain: Sequence[Sequence[str]] = (),
     classes: PathText | Mapping[str, Sequence[str] | Mapping[int | str, str]] | None = None,
     diffusers_pipeline: bool = False,
+    allow_program: bool = False,
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit."""
 
@@ -143,6 +145,7 @@ def sample_to_folder(
     max_memory: int | str | None = None,
     output_type: Literal["png", "latent"] = "png",
     metadata: bool = True,
+    allow_program: bool = False,
 ) -> str | None:
     """Sample an expert, an ensemble or the Paris release into a folder."""
 
@@ -195,5 +198,6 @@ def train(
     allow_config_change: bool = False,
     held_out: PathText | None = None,
     validate_every: int = 500,
+    allow_program: bool = False,
 ) -> Path:
     """Train one expert on one shard, from scratch or from another expert."""

@@ -549,3 +549,6 @@ class Limits(Described):
 
 class ServeSettings(Limits, Computing):
     """Where the networks of a service run, and its limits."""
+
+    allow_program: bool = False
+    """Open experts whose networks are programs, as you would run their authors' code."""

@@ -9,7 +9,7 @@ from hddm.settings import MODEL, AssemblySettings, Described, Shown
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
-from hddm_cli.options import ModelArgument, Overwrite
+from hddm_cli.options import ModelArgument, Overwrite, opens_experts
 from hddm_cli.usage import say
 
 MOST = 20
@@ -29,6 +29,7 @@ class EnsembleChange(Described):
     """Index or name of an expert to remove."""
 
 
+@opens_experts
 def assemble(
     experts: Annotated[
         list[Path], ModelArgument(help="Expert folders, or one ensemble folder to change.")

@@ -9,9 +9,10 @@ import typer
 
 from hddm.settings import CalibrationSettings
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
-from hddm_cli.options import InputArgument, InputOption
+from hddm_cli.options import InputArgument, InputOption, opens_experts
 
 
+@opens_experts
 def calibrate(
     expert: Annotated[
         Path, InputArgument(help="Expert or ensemble folder; its calibration is replaced.")

@@ -9,7 +9,7 @@ from hddm.utils.errors import UsageError
 from hddm.utils.files import refuse_pickle
 from hddm.utils.hub import Wanted, local
 from hddm.utils.progress import Progress
-from hddm_cli.options import NamedArgument, Out, Overwrite
+from hddm_cli.options import NamedArgument, Out, Overwrite, opens_experts
 from hddm_cli.usage import say
 
 
@@ -30,6 +30,7 @@ class ConvertOptions(Described):
     """Check and print the plan, but write nothing."""
 
 
+@opens_experts
 def convert(
     source: Annotated[
         Path, NamedArgument(help="Checkpoint file, model folder, pipeline folder or expert folder.")

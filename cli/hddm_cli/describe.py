@@ -7,7 +7,7 @@ import typer
 
 from hddm.settings import Described, InputPath, ModelPath
 from hddm.utils.errors import counted
-from hddm_cli.options import InputArgument
+from hddm_cli.options import InputArgument, opens_experts
 
 
 class Captions(Described):
@@ -25,6 +25,7 @@ class Captions(Described):
     """Folder of the text encoder's tokenizer."""
 
 
+@opens_experts
 def describe(
     expert: Annotated[Path, InputArgument(help="Expert folder; its topic is replaced.")],
     source: Captions,

@@ -16,6 +16,7 @@ from hddm_cli.options import (
     Overwrite,
     Without,
     checked_by,
+    opens_experts,
 )
 from hddm_cli.train import refuse_unfinished
 from hddm_cli.usage import show
@@ -26,6 +27,7 @@ def check_student(settings: DistillSettings, init: Path | None) -> None:
     check_init(settings, init)
 
 
+@opens_experts
 @checked_by(check_student)
 def distill(
     ensemble: Annotated[Path, ModelArgument(help="Ensemble folder to imitate.")],

@@ -9,10 +9,11 @@ from hddm.settings import EvaluationSettings, ObjectiveSettings
 from hddm.utils.errors import UsageError
 from hddm.utils.files import check_result_file
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, Record
-from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite
+from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite, opens_experts
 from hddm_cli.usage import say
 
 
+@opens_experts
 def evaluate(
     images: Annotated[
         Path,

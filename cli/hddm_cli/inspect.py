@@ -9,13 +9,14 @@ import typer
 
 from hddm.settings import Reading
 from hddm.utils.hub import Wanted, local
-from hddm_cli.options import AsJson, NamedArgument, Without
+from hddm_cli.options import AsJson, NamedArgument, Without, opens_experts
 from hddm_cli.usage import say
 
 _OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
 """What a source may not state, which is told here, and chosen when it is converted."""
 
 
+@opens_experts
 def inspect(
     path: Annotated[
         Path, NamedArgument(help="Folder or file written by hddm, images or a checkpoint.")

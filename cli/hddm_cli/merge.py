@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import ModelArgument, Out, Overwrite, checked_by
+from hddm_cli.options import ModelArgument, Out, Overwrite, checked_by, opens_experts
 from hddm_cli.usage import say
 
 
@@ -26,6 +26,7 @@ def check_weights(experts: Sequence[Path], weights: str | None) -> None:
     shares_of(experts, _numbers(weights))
 
 
+@opens_experts
 @checked_by(check_weights)
 def merge(
     experts: Annotated[

@@ -103,6 +103,13 @@ DryRun = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Model = Annotated[Path, ModelArgument(help="Ensemble folder, expert folder or the Paris release.")]
+AllowProgram = Annotated[
+    bool,
+    typer.Option(
+        "--allow-program",
+        help="Open experts whose networks are programs, as you would run their authors' code.",
+    ),
+]
 Resume = Annotated[
     bool,
     typer.Option(
@@ -118,6 +125,16 @@ class Without(NamedTuple):
     """Marks a record of which these fields are no options of a verb."""
 
     names: tuple[str, ...]
+
+
+Made = TypeVar("Made", bound=Callable[..., None])
+ALLOW_PROGRAM = "allow_program"
+
+
+def opens_experts(verb: Made) -> Made:
+    """Mark a verb that opens experts: it has the option --allow-program, and runs by its permission."""
+    verb.opens_experts = True  # type: ignore[attr-defined]
+    return verb
 
 
 IN_FILES_ALONE = ("weight_decay", "max_grad_norm", "max_non_finite", "keep", "log_every")
@@ -175,7 +192,8 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
             left_out[one.name] = set().union(*(mark.names for mark in marks))
         else:
             named.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    if not records:
+    has_permission = getattr(command, "opens_experts", False)
+    if not (records or has_permission):
         return command
     options: dict[str, tuple[Any, Any]] = {}
     taken = {*IN_FILES_ALONE, *(one.name for one in named)}
@@ -185,13 +203,17 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
                 options[name] = _option(name, field)
 
     def taking(context: typer.Context, **values: Any) -> None:
+        from hddm.networks.programs.permission import programs_allowed
+
         requested, own = {}, {}
+        is_allowed = has_permission and values.pop(ALLOW_PROGRAM)
         for name, value in values.items():
             if is_given(context, name):
                 requested[name] = value
             if name not in options:
                 own[name] = value
-        command(**own, **made_of(requested, own.get("config")))
+        with programs_allowed(is_allowed):
+            command(**own, **made_of(requested, own.get("config")))
 
     def made_of(requested: Mapping[str, Any], config: Path | None = None) -> dict[str, Record]:
         """The records of a verb, by its parameters."""
@@ -205,6 +227,9 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("context", keyword, annotation=typer.Context), *named]
+    if has_permission:
+        one = inspect.Parameter(ALLOW_PROGRAM, keyword, default=False, annotation=AllowProgram)
+        parameters.append(one)
     for name, (kind, default) in options.items():
         parameters.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
     taking.__doc__, taking.__name__ = command.__doc__, command.__name__
@@ -213,9 +238,6 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
     taking.made_of = made_of  # type: ignore[attr-defined]
     taking.check = getattr(command, "check", None)  # type: ignore[attr-defined]
     return taking
-
-
-Made = TypeVar("Made", bound=Callable[..., None])
 
 
 def checked_by(check: Callable[..., object]) -> Callable[[Made], Made]:

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from hddm.settings import Computing
-from hddm_cli.options import Model, ModelArgument
+from hddm_cli.options import Model, ModelArgument, opens_experts
 
 
+@opens_experts
 def play(
     ensemble: Model,
     settings: Computing,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.settings import Described, InputPath
-from hddm_cli.options import InputArgument
+from hddm_cli.options import InputArgument, opens_experts
 from hddm_cli.usage import say
 
 
@@ -25,6 +25,7 @@ class PushOptions(Described):
     """Print the card and the files, but send nothing."""
 
 
+@opens_experts
 def push(
     ensemble: Annotated[
         Path, InputArgument(help="Ensemble folder; only files in its manifests are sent.")

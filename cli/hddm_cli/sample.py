@@ -6,10 +6,11 @@ import typer
 
 from hddm.settings import SampleSettings
 from hddm.utils.errors import counted
-from hddm_cli.options import DryRun, Model, Out, Overwrite, Resume
+from hddm_cli.options import DryRun, Model, Out, Overwrite, Resume, opens_experts
 from hddm_cli.usage import show
 
 
+@opens_experts
 def sample(
     source: Model,
     out: Out,

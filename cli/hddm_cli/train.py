@@ -29,6 +29,7 @@ from hddm_cli.options import (
     Without,
     add,
     checked_by,
+    opens_experts,
 )
 from hddm_cli.usage import say, show
 
@@ -54,6 +55,7 @@ def refuse_unfinished(out: Path, run: RunOptions, overwrite: bool) -> None:
         refuse_run(out)
 
 
+@opens_experts
 @checked_by(check_init)
 def expert(
     shard: Annotated[
@@ -145,6 +147,7 @@ class IslandOptions(Described):
     """Maximum number of restarts of an expert whose process is killed."""
 
 
+@opens_experts
 @checked_by(check_init)
 def train_all(
     shards: Annotated[

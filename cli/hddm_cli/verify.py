@@ -11,7 +11,7 @@ from hddm.settings import READ, Described, DeviceName, InputPath
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, MANIFEST, Seed
-from hddm_cli.options import AsJson, ModelArgument
+from hddm_cli.options import AsJson, ModelArgument, opens_experts
 from hddm_cli.usage import say
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class VerifySettings(Described):
     """Base of LoRA experts, if it was moved since training."""
 
 
+@opens_experts
 def verify(
     expert: Annotated[
         Path, ModelArgument(help="Expert folder, ensemble folder or a folder of experts.")

@@ -42,6 +42,7 @@ from hddm.experts.records import (
 )
 from hddm.experts.shard_images import check_fit
 from hddm.experts.verify import warn_of_misreading
+from hddm.networks.families import family_of
 from hddm.networks.families.installed import FamilyError
 from hddm.networks.folders import WEIGHTS, fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS, NetworkWrapper
@@ -197,6 +198,9 @@ def write_network(folder: Path, built: Built) -> None:
             # Tuples become lists, as they would in the file.
             config[key] = json.loads(json.dumps(value))
     write_json(folder / "config.json", config)
+    family = family_of(built.network)
+    if family is not None:
+        family.write_parts(built.network, folder)
     with Progress(len(built.tensors), "write the weights") as progress:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 

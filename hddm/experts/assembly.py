@@ -58,6 +58,7 @@ from hddm.experts.records import (
 from hddm.fit import Findings, are_alike
 from hddm.networks.components import MODEL_INDEX
 from hddm.networks.folders import sha256_once
+from hddm.networks.programs.permission import opens_programs
 from hddm.settings import AssemblySettings, keywords
 from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
@@ -126,6 +127,7 @@ class Changed:
     kept: Sequence[int]
 
 
+@opens_programs
 @keywords
 def assemble(
     experts: Sequence[Path],

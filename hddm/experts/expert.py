@@ -32,7 +32,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.families import family_of, known_family
 from hddm.networks.families.expert import EXPERT
-from hddm.networks.folders import WEIGHTS, Unread, cast, of_experts, unread_network
+from hddm.networks.folders import WEIGHTS, Unread, cast, of_experts, unread_network, write_config
 from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.wrappers import NetworkWrapper
 from hddm.prompt_router import Topic
@@ -172,7 +172,7 @@ def save_expert(
     Weights that are not in memory are read in ``dtype``, and its weak model's in bfloat16. With
     ``keeps_adapter`` the files of its adapter are taken as they are; else its weights are merged.
     """
-    expert.network.save_config(folder)
+    write_config(expert.network, folder)
     record, tensors = expert.record, expert.network.state_dict()
     if keeps_adapter and record.adapter and expert.folder:
         for name in ADAPTER_FILES:

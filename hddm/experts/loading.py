@@ -39,6 +39,7 @@ from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
 from hddm.experts.records import EXPERT_FILE, RouterRecord, not_a_model, read_router, save_router
 from hddm.fit import Findings
 from hddm.networks.offload import Offload, Shelf
+from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.transformers import RouterTransformer
 from hddm.reliability import ReliabilityRouter
 from hddm.routers import MomentsRouter, Router
@@ -63,6 +64,7 @@ def load(
     offload: Offload = "none",
     max_memory: int | None = None,
     base: str | Path | None = None,
+    allow_program: bool = False,
 ) -> VelocityField | Ensemble:
     """Load an expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
 
@@ -77,6 +79,7 @@ def load(
         max_memory: bytes on the device for an ensemble's weights, including the router's.
         base: folder of the weights that an adapter changes; by default that of its training. Ensembles hold
             their adapters' bases.
+        allow_program: open networks that are programs (`hddm.export`), as you would run their authors' code.
 
     Raises:
         HddmError: for anything else, or contradictory parts.
@@ -87,12 +90,12 @@ def load(
     if isinstance(dtype, str) and dtype not in get_args(DtypeName):
         raise UsageError(f"`dtype={dtype!r}`: {choose(dtype, get_args(DtypeName))}")
     number_type = dtype_on(device, dtype) if isinstance(dtype, str) else dtype
-    if not (folder / EXPERT_FILE).exists():
-        return open_ensemble(folder, number_type, experts).on(
-            device, number_type, offload, max_memory
-        )
-    bases = None if base is None else bases_in([Path(base)])
-    return field_of(open_expert(folder, bases).read(number_type), device)
+    with programs_allowed(allow_program):
+        if not (folder / EXPERT_FILE).exists():
+            opened = open_ensemble(folder, number_type, experts)
+            return opened.on(device, number_type, offload, max_memory)
+        bases = None if base is None else bases_in([Path(base)])
+        return field_of(open_expert(folder, bases).read(number_type), device)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hddm.condition_names import LABELS, TEXT
 from hddm.experts.lora import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
 from hddm.networks.folders import WEIGHTS, Unread, unread_network
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, UnreadVae, VaeRecord
+from hddm.networks.programs.archive import PROGRAM
 from hddm.networks.transformers import RouterTransformer
 from hddm.predictions import PredictionType
 from hddm.prompt_router import TOPIC
@@ -63,6 +64,7 @@ FILES = (
     WEIGHTS,
     WEAK_FILE,
     *ADAPTER_FILES,
+    PROGRAM,
     "config.json",
 )
 """Files of an expert folder that are read, besides its record."""

@@ -245,8 +245,7 @@ def open_network(folder: Path) -> tuple[ModelMixin, dict[str, Tensor], dict[str,
 
     Raises `HddmError` as `unread_network`, but not for NaN and Inf.
     """
-    path = folder / "config.json"
-    kind, arguments = parse_config(read_json(path), of_experts(), str(path))
+    kind, arguments, path = _stated(folder, of_experts())
     weights = read_safetensors(folder / WEIGHTS)
     return fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
 
@@ -260,9 +259,26 @@ def unread_network(
     file, an unknown config key, another class, or a tensor that is missing, left over or of another shape;
     reading the weights raises it for NaN and Inf.
     """
+    kind, arguments, path = _stated(folder, classes)
+    return unread(kind, arguments, weights or folder / WEIGHTS, str(path))
+
+
+def _stated(folder: Path, classes: Classes[Network]) -> tuple[type[Network], dict[str, Any], Path]:
+    """The class and the arguments that a network's folder states, and its config."""
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
-    return unread(kind, arguments, weights or folder / WEIGHTS, str(path))
+    family = family_of(kind)
+    if family is not None:
+        arguments |= family.parts_in(folder)
+    return kind, arguments, path
+
+
+def write_config(network: ModelMixin, folder: Path) -> None:
+    """Write the config of a network, and files that belong to it, but no weights."""
+    network.save_config(folder)
+    family = family_of(network)
+    if family is not None:
+        family.write_parts(network, folder)
 
 
 def unread(
@@ -355,8 +371,14 @@ class WeightsReader:
 
 
 def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """``weights`` in ``dtype``; tensors that are cast share one memory block, so that it can be freed."""
-    others = {key: value for key, value in weights.items() if value.dtype != dtype}
+    """``weights`` in ``dtype``; tensors that are cast share one memory block, so that it can be freed.
+
+    Whole and complex numbers, as the constants of a program, stay as they are.
+    """
+    others = {}
+    for key, value in weights.items():
+        if value.dtype != dtype and value.is_floating_point():
+            others[key] = value
     align = 64 // dtype.itemsize
     lengths = [-(-value.numel() // align) * align for value in others.values()]
     places = torch.empty(sum(lengths), dtype=dtype).split(lengths)

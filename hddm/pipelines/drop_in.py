@@ -32,6 +32,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.guidance import Guidance
 from hddm.networks.families import family_of, pipeline_networks
+from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.wrappers import family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.predictions import Level, Prediction, PredictionType
@@ -50,7 +51,12 @@ from hddm.utils.tensors import append_dims, sent, to_float64
 from hddm.velocity import ROUNDING, VelocityField, derivatives_at
 
 
-def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline) -> "DropIn":
+def drop_in(
+    model: VelocityField | Ensemble | str | Path,
+    pipe: DiffusionPipeline,
+    *,
+    allow_program: bool = False,
+) -> "DropIn":
     """A module that stands in for ``pipe.unet`` or ``pipe.transformer``.
 
         pipe.unet = hddm.drop_in(hddm.load("ensemble"), pipe)
@@ -77,6 +83,7 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
             pixels or latents of the same number of channels.
         pipe: a diffusers pipeline with a network of a family (`hddm.networks.families`). Its scheduler
             is read at each call, so make one for each pipeline, also where pipelines share their parts.
+        allow_program: as in `hddm.load`, for a folder.
 
     Raises:
         HddmError: for a pipeline without such a network, or experts of other channels, another width of
@@ -85,7 +92,8 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
             an input that no expert takes, a class that an expert does not know, or what a ControlNet adds
             inside a network of another class. For a method that changes layers, as those of PAG and FreeU.
     """
-    return DropIn(model, pipe)
+    with programs_allowed(allow_program):
+        return DropIn(model, pipe)
 
 
 class _LayersError(HddmError, AttributeError):

@@ -25,6 +25,7 @@ from hddm.experts.loading import ensemble_of, open_ensemble, save_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.families.vaes import Vae
 from hddm.networks.offload import Offload
+from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_class
@@ -183,6 +184,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         experts: Sequence[int] | None = None,
         offload: Offload = "none",
         max_memory: int | None = None,
+        allow_program: bool = False,
         **parts: Any,
     ) -> "HDDMPipeline":
         """Open the pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
@@ -195,6 +197,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             experts: indices of the experts to use; by default all.
             offload: where idle experts wait; see `hddm.networks.offload`.
             max_memory: bytes on the device for all weights together.
+            allow_program: as in `hddm.load`.
             parts: in place of the folder's (``vae``, ``text_encoder``, ``tokenizer``, ``router``,
                 ``scheduler``).
 
@@ -206,7 +209,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         restore(folder)
         if not folder.exists():
             raise HddmError(f"{folder}: no such folder")
-        opened = open_ensemble(folder, dtypes["router"], experts)
+        with programs_allowed(allow_program):
+            opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.record.shift)
         found = {"router": opened.router, "scheduler": scheduler}
         found |= read_parts(folder, opened.components, dtypes, parts)

@@ -27,6 +27,7 @@ from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, unnumbered
 from hddm.networks.folders import sha256_once
+from hddm.networks.programs.permission import opens_programs
 from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.picture_texts import KEY, PictureTexts
@@ -61,6 +62,7 @@ LARGEST = 256
 log = logging.getLogger(__name__)
 
 
+@opens_programs
 @keywords
 def sample_to_folder(
     source: Path,
@@ -139,7 +141,7 @@ def read_model(
         raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
     dtype = dtype_on(device, settings.dtype)
     settings = settings.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    without = {}
+    without: dict[str, Any] = {}
     # The VAE says how many pixels a size in latents has.
     if is_latent and settings.init_image is None and settings.height is settings.width is None:
         without = dict.fromkeys(name for name in COMPONENTS if unnumbered(name) == "vae")

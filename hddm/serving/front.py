@@ -132,7 +132,11 @@ class Front:
         self.hash = model_hash(Path(folder), sha256_once)
         device = available_device(settings.device)
         # Reads no weights of experts, since their networks never run here.
-        known = HDDMPipeline.from_pretrained(folder, dtype=dtype_on(device, settings.dtype))
+        known = HDDMPipeline.from_pretrained(
+            folder,
+            dtype=dtype_on(device, settings.dtype),
+            allow_program=settings.allow_program,
+        )
         known.to(device)
         self.ensemble = RemoteEnsemble(known.ensemble, self._velocity)
         self.pipeline = known.with_ensemble(self.ensemble)

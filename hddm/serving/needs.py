@@ -12,6 +12,7 @@ from torch import nn
 
 from hddm.conditions import Conditions
 from hddm.experts.loading import open_ensemble
+from hddm.networks.programs.permission import programs_allowed
 from hddm.pipelines.needs import (
     TOO_LARGE,
     Sampling,
@@ -69,6 +70,13 @@ def needs_of_service(
         HddmError: as `serve`, for an ensemble that cannot be opened, a ``placement`` of unknown names, and
             GPUs that are not there.
     """
+    with programs_allowed(settings.allow_program):
+        return _needs_of(folder, settings, placement, address)
+
+
+def _needs_of(
+    folder: Path, settings: ServeSettings, placement: Placement, address: str
+) -> tuple[list[Needs], list[str]]:
     base = resident_bytes()
     names = names_of(folder)
     placement.check(names)

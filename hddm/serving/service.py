@@ -18,6 +18,7 @@ import torch
 from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
+from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.prompts import several_in
 from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack, settings_for
 from hddm.serving.workers import Worker
@@ -70,8 +71,9 @@ def serve(
         raise UsageError(
             f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients"
         )
-    names = names_of(folder)
     settings, placement = settings or ServeSettings(), placement or Placement()
+    with programs_allowed(settings.allow_program):
+        names = names_of(folder)
     if settings.quantize:
         optional("torchao", "`quantize`", "quantize")
     placement.check(names)

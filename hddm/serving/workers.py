@@ -24,6 +24,7 @@ from hddm.ensemble import Asked, Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.guidance import Guidance
 from hddm.networks.offload import StoredNetwork
+from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.sample_sizes import Size
 from hddm.noise import OfSeveralSeeds
 from hddm.running import Batch, run
@@ -303,7 +304,9 @@ def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
     device = available_device(settings.device)
     dtype = dtype_on(device, settings.dtype)
     # Alone in its process, an adapter has nobody to share its base with, and is merged.
-    experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
+    with programs_allowed(settings.allow_program):
+        opened = open_ensemble(folder, dtype)
+    experts = opened.expert_set(device, dtype, shares=False)
     experts.prepare(settings)
     found = experts.fields()[index]
     for network in (found.network, found.weak and found.weak.network):

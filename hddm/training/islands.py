@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from hddm.data.shards import open_shard
 from hddm.experts.expert import open_expert
 from hddm.experts.records import EXPERT_FILE
+from hddm.networks.programs.permission import programs_allowed, programs_are_allowed
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
 from hddm.training.loop import OnTrainingStep, summary_of
@@ -29,7 +30,8 @@ OnIsland = Callable[[int, int, float, float], None]
 class Island:
     """One training of the expert folder ``out`` on the shard folder with number ``index``.
 
-    ``schedule`` is a diffusers scheduler config for DDPM, and ``init`` an expert folder to continue.
+    ``schedule`` is a diffusers scheduler config for DDPM, and ``init`` an expert folder to continue, whose
+    network may be a program with ``allow_program``.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Island:
     schedule: Path | None = None
     init: Path | None = None
     overwrite: bool = False
+    allow_program: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +70,19 @@ def make_islands(
     islands = []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
         place, own = out / f"expert_{index}", schedule if objective == "ddpm" else None
-        islands.append(Island(index, shard, place, settings[objective], run, own, init, overwrite))
+        islands.append(
+            Island(
+                index,
+                shard,
+                place,
+                settings[objective],
+                run,
+                own,
+                init,
+                overwrite,
+                programs_are_allowed(),
+            )
+        )
     return islands
 
 
@@ -161,7 +176,8 @@ def train_island(island: Island, on_step: OnTrainingStep | None = None) -> list[
     shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
     try:
         if island.init is not None:
-            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
+            with programs_allowed(island.allow_program):
+                return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
         return train_expert(shard, out, settings, island.schedule, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
         text = f"could not be written, or its data read ({error}); fix that, and `resume=True` continues"

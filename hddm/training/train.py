@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hddm.networks.programs.permission import opens_programs
 from hddm.settings import Report, keywords, silent
 from hddm.training.continuation import continue_expert, continued_training
 from hddm.training.expert import new_training, train_expert
@@ -13,6 +14,7 @@ from hddm.utils.needs import Needs
 from hddm.utils.progress import TrainingProgress
 
 
+@opens_programs
 @keywords
 def train(
     shard: Path,

@@ -27,6 +27,8 @@ _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 _WEIGHTS = ".safetensors"
 _PAPERS = (".json", ".txt", ".model")
 """Endings of configs, vocabularies and merges."""
+_PROGRAM = "program.pt2"
+"""The network of an expert that is a program: data, which `hddm.load` opens with permission alone."""
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 """Folders of pipelines that no command reads."""
@@ -180,7 +182,7 @@ def needed_files(
         raise HddmError(f"{name}: the repository has no such file or folder")
     own = {str(PurePosixPath(one).relative_to(name.path)): one for one in inside}
     if any(one in own for one in _OURS):
-        return [path for one, path in own.items() if one.endswith((*_PAPERS, _WEIGHTS))]
+        return [path for one, path in own.items() if one.endswith((*_PAPERS, _WEIGHTS, _PROGRAM))]
     if _INDEX in own:
         folders = [one for one in parts if not one.startswith("_") and one not in _UNUSED]
         chosen = [_INDEX, *({_CARD} & own.keys())]

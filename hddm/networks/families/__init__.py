@@ -16,12 +16,13 @@ from hddm.networks.families.family import Pipeline
 from hddm.networks.families.flux import FLUX
 from hddm.networks.families.installed import installed_families
 from hddm.networks.families.pixart import PIXART
+from hddm.networks.families.program import PROGRAMS
 from hddm.networks.families.sd3 import SD3
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.families.unet import UNET
 from hddm.utils.errors import HddmError
 
-_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, UNET, STABLE_DIFFUSION)
+_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, UNET, STABLE_DIFFUSION, PROGRAMS)
 
 
 @functools.cache

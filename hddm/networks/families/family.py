@@ -7,6 +7,7 @@ a method here; code outside of this folder names no class of networks.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -206,6 +207,13 @@ class Family:
     def has_key(self, key: str) -> bool:
         """True if the constructor takes an argument of this name."""
         return key in inspect.signature(self.network.__init__).parameters
+
+    def parts_in(self, folder: Path) -> dict[str, Any]:
+        """Arguments of the network that are no part of its config, of other files of its ``folder``."""
+        return {}
+
+    def write_parts(self, network: ModelMixin, folder: Path) -> None:
+        """Write the files that `parts_in` reads."""
 
     def interface(self, config: Config, size: tuple[int, int] | None = None) -> Interface:
         """Inputs and outputs of the network with ``config``, defaults of the class included.
