@@ -39,9 +39,9 @@ from hddm.benchmark.results import (
     SameImages,
     ScoredRow,
     StepRecord,
-    compare_rows,
 )
 from hddm.benchmark.steps import Contents, Step, link_to
+from hddm.benchmark.verdicts import compare_rows
 from hddm.data.images import have_equal_pixels
 from hddm.evaluation.results import read_result
 from hddm.objective.records import HeldOutScores, read_scores
