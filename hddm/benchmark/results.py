@@ -28,12 +28,14 @@ from hddm.objective.records import HeldOutScores, Mean, values_of
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record
 
-FORMAT = "5.2"
+FORMAT = "5.3"
 LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
 PERCENT_UNEQUAL = 2.0
 _DRAWN = "each sample has one expert to the end, so a state has no velocity of its own"
+SECOND = "second."
+"""Beginning of the paths of scores by the second features (`Row.figure`)."""
 _LACKING = {
     "recognised": "a classifier recognises too few of its samples",
     "precision": "too few of its samples look like real images",
@@ -97,6 +99,8 @@ class ScoredRow(Record):
     """No strategy chose among its experts, since there is one, or one for each noise level."""
     objective: ObjectiveScores | None = None
     """None in a benchmark without scores by the objective."""
+    second: Evaluation | None = None
+    """By the second features; None in a benchmark without them."""
 
 
 class ModelResult(Record):
@@ -186,14 +190,31 @@ class Row:
     @cached_property
     def group(self) -> ResultGroup:
         """Its evaluations, as `hddm compare` takes them."""
+        return self._grouped([one.evaluation for one in self.scored])
+
+    @cached_property
+    def second(self) -> ResultGroup | None:
+        """Its evaluations by the second features; None unless every seed has one."""
+        found = [one.second for one in self.scored if one.second is not None]
+        return self._grouped(found) if len(found) == len(self.scored) else None
+
+    def _grouped(self, evaluations: Sequence[Evaluation]) -> ResultGroup:
         results = []
-        for one in self.scored:
-            results.append(Result(Path(one.samples), one.evaluation, str(one.seed)))
+        for one, evaluation in zip(self.scored, evaluations, strict=True):
+            results.append(Result(Path(one.samples), evaluation, str(one.seed)))
         return ResultGroup(self.name, tuple(results))
 
     def figure(self, path: str) -> Figure | None:
-        """A score by its path (`figure_at`); None where it was not measured."""
-        return figure_at(self.group, path)
+        """A score by its path (`figure_at`), behind `SECOND` by the second features; None if not measured."""
+        if not path.startswith(SECOND):
+            return figure_at(self.group, path)
+        return None if self.second is None else figure_at(self.second, path.removeprefix(SECOND))
+
+    def measured(self, path: str) -> Figure:
+        """A score that every row of its benchmark has."""
+        found = self.figure(path)
+        assert found is not None
+        return found
 
     def objective(self, name: str) -> Figure | None:
         """A figure of the objective by its name; None where a seed has none."""
@@ -276,6 +297,8 @@ class Results(Record):
     """The machines that did the steps and their versions of packages, the one of most steps first."""
     real: Evaluation
     """Real images of the split, against the training images."""
+    second_real: Evaluation | None = None
+    """The same by the second features."""
     models: tuple[ModelResult, ...]
     scored: Annotated[tuple[ScoredRow, ...], Field(min_length=1)]
     same: tuple[SameImages, ...] = ()
@@ -283,6 +306,8 @@ class Results(Record):
     comparisons: tuple[Comparison, ...]
     by_objective: tuple[ObjectiveComparison, ...] = ()
     """Rows against others by errors and by bits."""
+    by_second: tuple[Comparison, ...] = ()
+    """Rows against others by the distance on the second features, which decides nothing."""
     seconds: float
     """Of all steps together, whenever and by however many workers they were done."""
 
@@ -330,7 +355,20 @@ class Results(Record):
     @property
     def few(self) -> set[str]:
         """Rows of no more images than features."""
-        return {row.name for row in self.rows if self.decisive(row).few_images}
+        return self._few(self.decides)
+
+    @property
+    def few_by_second(self) -> set[str]:
+        """Rows of no more images than second features."""
+        return self._few(f"{SECOND}{self.decides}")
+
+    def _few(self, path: str) -> set[str]:
+        found = set()
+        for row in self.rows:
+            distance = row.figure(path)
+            if distance is not None and distance.few_images:
+                found.add(row.name)
+        return found
 
     @property
     def unequal(self) -> Iterator[tuple[str, str, str, float]]:
@@ -361,9 +399,7 @@ class Results(Record):
 
     def decisive(self, row: Row) -> Figure:
         """The score of a row that verdicts are about."""
-        found = row.figure(self.decides)
-        assert found is not None
-        return found
+        return row.measured(self.decides)
 
     def shown(self, row: Row, path: str) -> str:
         """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""

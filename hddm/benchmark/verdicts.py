@@ -20,17 +20,19 @@ Pair = tuple[Literal["model", "setting"], "Row", "Row"]
 """Two models sampled alike, or two settings of one model; the second row is the baseline."""
 
 
-def compare_rows(results: Results) -> Iterator[Comparison]:
+def compare_rows(results: Results, path: str | None = None) -> Iterator[Comparison]:
     """Compare candidates with baselines in all tables, and each setting with the first.
 
-    Models with one set of weights in every seed, and rows of the same samples, get no verdict.
+    The score is the one at ``path``, by default the one that decides. Models with one set of weights in every
+    seed, and rows of the same samples, get no verdict.
     """
+    path = path or results.decides
     for table, rows in results.tables.items():
         pairs = pairs_of(results, rows)
-        judged = verdicts([_contrast(results, *pair) for pair in pairs])
+        judged = verdicts([_contrast(results, path, *pair) for pair in pairs])
         for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
-            a = results.decisive(ours).values
-            b = results.decisive(base).values
+            a = ours.measured(path).values
+            b = base.measured(path).values
             yield Comparison(
                 table=table,
                 kind=kind,
@@ -99,11 +101,11 @@ def _sampled_with(row: ScoredRow) -> dict[str, str]:
     return fields
 
 
-def _contrast(results: Results, kind: str, ours: Row, base: Row) -> Contrast:
+def _contrast(results: Results, path: str, kind: str, ours: Row, base: Row) -> Contrast:
     why = _why_not_judged(ours, base)
     if why is None and kind == "model":
         why = sampled_differently(ours, base, results.settings.compare.varies)
-    return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
+    return Contrast(ours.measured(path), base.measured(path), "lower", why)
 
 
 def _why_not_judged(ours: Row, base: Row) -> str | None:
