@@ -7,7 +7,7 @@ chooses settings, held-out images in one that confirms them.
 
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -432,8 +432,11 @@ def read_results(folder: Path) -> Results:
     return read_record(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
 
 
-def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
+def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup] | str]:
     """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
+
+    Where all benchmarks have second features, and the same, a row is followed by its evaluations on them. In
+    place of evaluations that do not compare there is the reason, if others of the row do.
 
     Rows are those in the first table of every benchmark, in the first one's order. Benchmarks without a
     common row raise `HddmError`.
@@ -442,19 +445,55 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
     if not any(file.name == RESULTS_FILE and file.is_file() for file in files):
         return {"": read_groups(paths)}
     found: dict[Path, dict[str, Row]] = {}
+    second_features: dict[str, None] = {}
     for file in files:
-        found[file] = {row.name: row for row in read_results(file.parent).first}
-    shared: dict[str, list[ResultGroup]] = {}
+        results = read_results(file.parent)
+        found[file] = {row.name: row for row in results.first}
+        second_features[str(results.settings.evaluate.second_features)] = None
+    shared: dict[str, list[ResultGroup] | str] = {}
     for name in found[files[0]]:
         if all(name in rows for rows in found.values()):
-            shared[name] = [_group(file, rows[name]) for file, rows in found.items()]
+            title = f"{name}, by {' and '.join(second_features)}"
+            shared |= _of_row(name, title, {file: rows[name] for file, rows in found.items()})
     if not shared:
         lines = [f"{file}: {', '.join(rows)}" for file, rows in found.items()]
         raise HddmError("these benchmarks have no row of their first tables in common", lines)
     return shared
 
 
-def _group(file: Path, row: Row) -> ResultGroup:
-    """The evaluations of a row, named by the benchmark that they are from."""
-    results = [replace(one, path=file) for one in row.group.results]
+def _of_row(name: str, title: str, rows: Mapping[Path, Row]) -> dict[str, list[ResultGroup] | str]:
+    """The evaluations of a row that benchmarks share, and under ``title`` those by the second features."""
+    groups = []
+    second = []
+    for file, row in rows.items():
+        groups.append(_group(file, row.group))
+        if row.second is not None:
+            second.append(_group(file, row.second))
+    if len(second) < len(groups) or len(_features(second)) > 1:
+        return {name: groups}
+    # A dictionary, since the order counts.
+    reasons: dict[str, None] = {}
+    for group in second:
+        for result in group.results:
+            reasons |= dict.fromkeys(result.content.reasons)
+    if reasons:
+        return {name: groups, title: f"Not compared: {'; '.join(reasons)}."}
+    if len(_features(groups)) > 1:
+        own = groups[0].results[0].content.features.name
+        why = f"Not compared by the features that decide: each benchmark has its own ({own})."
+        return {name: why, title: second}
+    return {name: groups, title: second}
+
+
+def _features(groups: Sequence[ResultGroup]) -> set[str]:
+    """Hashes of the networks that evaluations are by."""
+    found = set()
+    for group in groups:
+        found |= {result.content.features.hash for result in group.results}
+    return found
+
+
+def _group(file: Path, group: ResultGroup) -> ResultGroup:
+    """Evaluations of a row, named by the benchmark that they are from."""
+    results = [replace(one, path=file) for one in group.results]
     return ResultGroup(str(file.parent), tuple(results))
