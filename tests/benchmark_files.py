@@ -14,7 +14,8 @@ import torch
 from hddm.benchmark import run
 from hddm.benchmark.costs import TrainingCost
 from hddm.benchmark.file import BenchmarkFile
-from hddm.benchmark.results import Results, compare_rows
+from hddm.benchmark.results import Results
+from hddm.benchmark.verdicts import compare_rows
 from hddm.evaluation import evaluate
 from hddm.evaluation.images import SamplingRecord
 from hddm.evaluation.measures import Distance

@@ -307,6 +307,8 @@ def _write_results(folder: Path) -> None:
 
 def _compare(*paths: Path) -> None:
     for groups in read_compared(paths).values():
+        if isinstance(groups, str):
+            continue
         refuse_incomparable(groups, ("steps",))
         table(groups)
 

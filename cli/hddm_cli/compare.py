@@ -47,11 +47,16 @@ def compare(
 
     rows = read_compared(results)
     for groups in rows.values():
+        if isinstance(groups, str):
+            continue
         if sum(len(group.results) for group in groups) > 1:
             refuse_incomparable(groups, varies or ())
     objectives = read_objectives(results)
     for row, groups in rows.items():
-        shown = table(groups) if len(groups) > 1 else summary(groups[0])
+        if isinstance(groups, str):
+            shown = escaped(groups)
+        else:
+            shown = table(groups) if len(groups) > 1 else summary(groups[0])
         typer.echo(f"## {escaped(row)}\n\n{shown}\n" if row else shown)
         if row in objectives:
             scores = objectives[row]

@@ -126,6 +126,9 @@ class Measuring(Record):
     features: str = "auto"
     """``classifier``, trained once on the reference; ``inception`` or the file of a classifier; or
     ``auto``: inception where its weights are on disk, else classifier."""
+    second_features: str | None = None
+    """Features of a second distance beside the one that decides: as `features`, except for ``classifier``
+    and ``auto``, so that it is by one network in every run."""
     domains: Annotated[dict[Text, Text], AfterValidator(_domains)] = Field(default_factory=dict)
     """Classes of each domain, as ``0,1,2``, for scores by domain."""
     options: str = ""
@@ -135,6 +138,24 @@ class Measuring(Record):
 
     True, or options of ``hddm evaluate MODEL``, such as ``--num-images 128``.
     """
+
+    @model_validator(mode="after")
+    def _has_two_features(self) -> "Measuring":
+        """Refuse second features that are no others, or that each run would train anew."""
+        second = self.second_features
+        if second in ("auto", "classifier"):
+            raise ValueError(
+                f"second_features: {second!r} may differ from run to run; name features that do not, such "
+                "as efficientnet-lite0"
+            )
+        # Where Inception's weights are on the disk, auto is Inception.
+        first = "inception" if self.features == "auto" else self.features
+        if second == first:
+            raise ValueError(
+                f"second_features: {second!r} may be what features: {self.features} measures by already; "
+                "name others, or leave it out"
+            )
+        return self
 
 
 def _by_parameter(vary: dict[str, Any]) -> dict[str, Any]:

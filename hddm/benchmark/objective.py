@@ -8,17 +8,9 @@ trainings.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hddm.benchmark.results import (
-    ObjectiveComparison,
-    Pair,
-    Results,
-    Row,
-    pairs_of,
-    read_results,
-    sampled_differently,
-    why_fixed,
-)
+from hddm.benchmark.results import ObjectiveComparison, Results, Row, read_results
 from hddm.benchmark.steps import SCORES
+from hddm.benchmark.verdicts import Pair, pairs_of, sampled_differently, why_fixed
 from hddm.evaluation.compare import Contrast, GapVerdict, judged, verdicts
 from hddm.objective.compare import ScoresGroup
 from hddm.objective.records import (

@@ -13,7 +13,7 @@ from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, 
 from hddm.benchmark.models import EXPERTS, Models, why_not_scored
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.data.shard_records import HELD_OUT
-from hddm.evaluation.features import find_inception
+from hddm.evaluation.features import find_inception, refuse_absent, refuse_unknown
 from hddm.sampling import refuse_beside_native
 from hddm.settings import ObjectiveSettings
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
@@ -22,6 +22,12 @@ from hddm.utils.work import Work
 
 _REAL = "real"
 _SHARD = re.compile(r"shard_(\d+)")
+_NOT_BY_SECOND = frozenset({"domain", "brief", "save_classifier", "allow_few"})
+"""Options of evaluations that those by the second features do not share.
+
+They measure no domains, which need a classifier, and always have the kernel distance, which is fair for few
+images. So they accept few images too.
+"""
 _LONGEST = 80
 """Letters of a row's name in a path."""
 
@@ -45,6 +51,8 @@ class PlannedRow:
     """Scores of the model by its objective, which rows that are sampled otherwise may share."""
     why_unscored: str = ""
     """Why there are none, in a benchmark that has them."""
+    second: Step | None = None
+    """Scores of the same samples by the second features."""
 
 
 @dataclass
@@ -105,6 +113,24 @@ class SeedPlan:
         return found
 
     @cached_property
+    def second_real(self) -> Step | None:
+        """Scores of real images of the split that decides by the second features, if the file names some."""
+        if self.file.evaluate.second_features is None:
+            return None
+        with errors_as(HddmError, "evaluate.second_features"):
+            return self._second(_REAL, str(self.real.line.given["images"][0]), {})
+
+    def _second(self, place: str, images: str, known: Mapping[str, Step]) -> Step:
+        """The step that scores ``images`` by the second features."""
+        by = self.file.evaluate.second_features
+        assert by is not None
+        line = self._evaluation([images, "--features", by], self.file.scored_on)
+        few = Line("evaluate", {"allow_few": ("--allow-few",)})
+        return self._step(
+            f"scores/second/{place}", line.without(_NOT_BY_SECOND).or_else(few), known
+        )
+
+    @cached_property
     def rows(self) -> list[PlannedRow]:
         """Rows of all tables."""
         found = dict[tuple[str, str], PlannedRow]()
@@ -124,10 +150,12 @@ class SeedPlan:
     def all(self) -> list[Step]:
         """All steps, inputs before the steps that need them; equal ones come once for each of their names."""
         found = {step.label: step for step in (*self.steps.values(), self.real)}
+        if self.second_real is not None:
+            found[self.second_real.label] = self.second_real
         for row in self.rows:
-            found |= {row.samples.label: row.samples, row.scores.label: row.scores}
-            if row.objective is not None:
-                found[row.objective.label] = row.objective
+            for step in (row.samples, row.scores, row.second, row.objective):
+                if step is not None:
+                    found[step.label] = step
         return sorted(found.values(), key=lambda step: step.depth)
 
     def check(self) -> None:
@@ -138,10 +166,10 @@ class SeedPlan:
                 raise HddmError(f"`data` {self.data}: {text}")
         for step in self.splits.values():
             with errors_as(HddmError, "evaluate"):
-                step.refuse_missing()
+                _refuse_unready(step)
         for step in self.all:
             with errors_as(HddmError, f"step {step.name!r}"):
-                step.refuse_missing()
+                _refuse_unready(step)
         for name in self.file.compare.varies:
             known = self.rows[0].samples.values
             if name not in known:
@@ -212,6 +240,8 @@ class SeedPlan:
         evaluation = self._evaluation(["$samples", "--features", by], self.file.scored_on)
         scores = self._step(f"scores/{place}", evaluation, known)
         planned = PlannedRow(title, name, row, varied, model, is_alone, samples, scores)
+        if self.file.evaluate.second_features is not None:
+            planned = replace(planned, second=self._second(place, "$samples", {"samples": samples}))
         if self.file.evaluate.objective is False:
             return planned
         why = why_not_scored(samples.values, self.models.of(model), self._measures_likelihood)
@@ -400,6 +430,21 @@ class SeedPlan:
         # Known from before it is read, so that a step that reads it after a change is refused.
         self.contents.of(path)
         return read_yaml(path)
+
+
+def _refuse_unready(step: Step) -> None:
+    """Refuse a step that would fail for what this machine lacks, which may be hours away."""
+    if step.verb != "evaluate":
+        step.refuse_missing()
+        return
+    refuse_unknown(step.values["features"])
+    step.refuse_missing()
+    try:
+        refuse_absent(step.values["features"])
+    except HddmError:
+        # Asked last, since it reads all data.
+        if not step.is_done:
+            raise
 
 
 def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 from PIL import Image
 
 from hddm.benchmark.objective import JUDGED
-from hddm.benchmark.results import MARK, Comparison, ObjectiveComparison, Results, Row, number
+from hddm.benchmark.results import (
+    MARK,
+    SECOND,
+    Comparison,
+    ObjectiveComparison,
+    Results,
+    Row,
+    number,
+)
 from hddm.data.images import contact_sheet
 from hddm.data.shard_records import named_shards
 from hddm.data.sources.base import SUFFIXES
@@ -112,11 +120,12 @@ def _markdown(table: CellTable) -> str:
 
 
 def _tables(results: Results, *names: str) -> list[CellTable]:
-    """Tables of the benchmark, each followed by what its rows make of each domain, and by the objective."""
+    """Tables of the benchmark, each followed by its rows by second features, by domain and by objective."""
     tables = []
     for name in names:
         tables += [
             comparison_table(results, name),
+            second_table(results, name),
             domain_table(results, name),
             objective_table(results, name),
         ]
@@ -126,6 +135,7 @@ def _tables(results: Results, *names: str) -> list[CellTable]:
 def comparison_table(results: Results, name: str) -> CellTable:
     """One table of the benchmark: distances with both uncertainties, verdicts, and cost."""
     further = (
+        (f"to {results.images_of} images by {_second(results)}", f"{SECOND}{results.decides}"),
         ("to training images", "splits.training.distance"),
         ("recognised", "recognised.share"),
         ("of real images", "recognised.real"),
@@ -142,6 +152,27 @@ def comparison_table(results: Results, name: str) -> CellTable:
         ("images", lambda row: Cell(f"{row.one.evaluation.images:,}", row.one.evaluation.images)),
     ]
     return _table(name, results.tables[name], columns)
+
+
+def _second(results: Results) -> str:
+    return str(results.settings.evaluate.second_features)
+
+
+def second_table(results: Results, name: str) -> CellTable:
+    """Distances of rows of a table by the second features, with verdicts; empty without such features."""
+    distance = (f"to {results.images_of} images", f"{SECOND}{results.decides}")
+    further = (
+        (f"kernel distance, {results.images_of}", f"{SECOND}splits.{results.split}.kernel"),
+        ("to training images", f"{SECOND}splits.training.distance"),
+        ("kernel distance, training", f"{SECOND}splits.training.kernel"),
+    )
+    columns = [
+        *_figures(results, [distance]),
+        *_verdict_columns(results, name, results.by_second, "", _shown_verdict),
+        *_figures(results, further),
+    ]
+    rows = results.tables[name] if results.second_real is not None else ()
+    return _table(f"{name}, by {_second(results)}", rows, columns)
 
 
 def domain_table(results: Results, name: str) -> CellTable:

@@ -7,7 +7,7 @@ chooses settings, held-out images in one that confirms them.
 
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,29 +15,27 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hddm.benchmark.file import ROUTING, BenchmarkFile, DecidingSplit
-from hddm.evaluation.compare import SPLITS, Contrast, Figure, GapVerdict, figure_at, verdicts
+from hddm.benchmark.file import BenchmarkFile, DecidingSplit
+from hddm.evaluation.compare import SPLITS, Figure, GapVerdict, figure_at
 from hddm.evaluation.results import (
     Evaluation,
     Result,
     ResultGroup,
     read_groups,
-    sampling_fields,
 )
 from hddm.evaluation.scores import LEARNED
 from hddm.objective.records import HeldOutScores, Mean, values_of
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record
 
-FORMAT = "5.2"
+FORMAT = "5.3"
 LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
 PERCENT_UNEQUAL = 2.0
-_OF_MODEL = frozenset({"expert", "model_shift", "weights", "vae", "device", "metadata"})
-"""Fields of the sampling record that say which model was sampled, or that change nothing in an image."""
-_NOT_SET = "none"
 _DRAWN = "each sample has one expert to the end, so a state has no velocity of its own"
+SECOND = "second."
+"""Beginning of the paths of scores by the second features (`Row.figure`)."""
 _LACKING = {
     "recognised": "a classifier recognises too few of its samples",
     "precision": "too few of its samples look like real images",
@@ -101,6 +99,8 @@ class ScoredRow(Record):
     """No strategy chose among its experts, since there is one, or one for each noise level."""
     objective: ObjectiveScores | None = None
     """None in a benchmark without scores by the objective."""
+    second: Evaluation | None = None
+    """By the second features; None in a benchmark without them."""
 
 
 class ModelResult(Record):
@@ -170,10 +170,6 @@ class StepRecord(Record):
     seconds: float
 
 
-Pair = tuple[Literal["model", "setting"], "Row", "Row"]
-"""Two models sampled alike, or two settings of one model; the second row is the baseline."""
-
-
 @dataclass(frozen=True)
 class Row:
     """One row of a table over all training seeds."""
@@ -194,14 +190,31 @@ class Row:
     @cached_property
     def group(self) -> ResultGroup:
         """Its evaluations, as `hddm compare` takes them."""
+        return self._grouped([one.evaluation for one in self.scored])
+
+    @cached_property
+    def second(self) -> ResultGroup | None:
+        """Its evaluations by the second features; None unless every seed has one."""
+        found = [one.second for one in self.scored if one.second is not None]
+        return self._grouped(found) if len(found) == len(self.scored) else None
+
+    def _grouped(self, evaluations: Sequence[Evaluation]) -> ResultGroup:
         results = []
-        for one in self.scored:
-            results.append(Result(Path(one.samples), one.evaluation, str(one.seed)))
+        for one, evaluation in zip(self.scored, evaluations, strict=True):
+            results.append(Result(Path(one.samples), evaluation, str(one.seed)))
         return ResultGroup(self.name, tuple(results))
 
     def figure(self, path: str) -> Figure | None:
-        """A score by its path (`figure_at`); None where it was not measured."""
-        return figure_at(self.group, path)
+        """A score by its path (`figure_at`), behind `SECOND` by the second features; None if not measured."""
+        if not path.startswith(SECOND):
+            return figure_at(self.group, path)
+        return None if self.second is None else figure_at(self.second, path.removeprefix(SECOND))
+
+    def measured(self, path: str) -> Figure:
+        """A score that every row of its benchmark has."""
+        found = self.figure(path)
+        assert found is not None
+        return found
 
     def objective(self, name: str) -> Figure | None:
         """A figure of the objective by its name; None where a seed has none."""
@@ -284,6 +297,8 @@ class Results(Record):
     """The machines that did the steps and their versions of packages, the one of most steps first."""
     real: Evaluation
     """Real images of the split, against the training images."""
+    second_real: Evaluation | None = None
+    """The same by the second features."""
     models: tuple[ModelResult, ...]
     scored: Annotated[tuple[ScoredRow, ...], Field(min_length=1)]
     same: tuple[SameImages, ...] = ()
@@ -291,6 +306,8 @@ class Results(Record):
     comparisons: tuple[Comparison, ...]
     by_objective: tuple[ObjectiveComparison, ...] = ()
     """Rows against others by errors and by bits."""
+    by_second: tuple[Comparison, ...] = ()
+    """Rows against others by the distance on the second features, which decides nothing."""
     seconds: float
     """Of all steps together, whenever and by however many workers they were done."""
 
@@ -338,7 +355,20 @@ class Results(Record):
     @property
     def few(self) -> set[str]:
         """Rows of no more images than features."""
-        return {row.name for row in self.rows if self.decisive(row).few_images}
+        return self._few(self.decides)
+
+    @property
+    def few_by_second(self) -> set[str]:
+        """Rows of no more images than second features."""
+        return self._few(f"{SECOND}{self.decides}")
+
+    def _few(self, path: str) -> set[str]:
+        found = set()
+        for row in self.rows:
+            distance = row.figure(path)
+            if distance is not None and distance.few_images:
+                found.add(row.name)
+        return found
 
     @property
     def unequal(self) -> Iterator[tuple[str, str, str, float]]:
@@ -369,9 +399,7 @@ class Results(Record):
 
     def decisive(self, row: Row) -> Figure:
         """The score of a row that verdicts are about."""
-        found = row.figure(self.decides)
-        assert found is not None
-        return found
+        return row.measured(self.decides)
 
     def shown(self, row: Row, path: str) -> str:
         """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""
@@ -404,126 +432,11 @@ def read_results(folder: Path) -> Results:
     return read_record(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
 
 
-def compare_rows(results: Results) -> Iterator[Comparison]:
-    """Compare candidates with baselines in all tables, and each setting with the first.
-
-    Models with one set of weights in every seed, and rows of the same samples, get no verdict.
-    """
-    for table, rows in results.tables.items():
-        pairs = pairs_of(results, rows)
-        judged = verdicts([_contrast(results, *pair) for pair in pairs])
-        for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
-            a = results.decisive(ours).values
-            b = results.decisive(base).values
-            yield Comparison(
-                table=table,
-                kind=kind,
-                row=ours.name,
-                against=base.name,
-                gaps={int(seed): a[seed] - b[seed] for seed in a},
-                ratio=sum(a.values()) / sum(b.values()) if sum(b.values()) else None,
-                verdict=verdict,
-            )
-
-
-def pairs_of(results: Results, rows: Sequence[Row]) -> list[Pair]:
-    """Rows of one table to compare: models with baselines, and settings of a model with its first."""
-    chosen = results.settings.compare
-    pairs: list[Pair] = []
-    for row in rows:
-        of = row.one.of
-        for other in rows:
-            if chosen.has(of, other.one.of) and _are_alike(row, other):
-                pairs.append(("model", row, other))
-        first = next(one for one in rows if one.one.of == of)
-        if first is not row:
-            pairs.append(("setting", row, first))
-    return pairs
-
-
-def _are_alike(ours: Row, base: Row) -> bool:
-    """True if a table varies two rows in one way, except in what a network alone does not have."""
-    differing = {name for name, _ in ours.one.varied.items() ^ base.one.varied.items()}
-    if ours.is_alone or base.is_alone:
-        differing -= ROUTING
-    return not differing
-
-
-def sampled_differently(
-    ours: Row, base: Row, varies: Sequence[str], among: Sequence[str] | None = None
-) -> str | None:
-    """The settings that two models were sampled with, where they differ; None where they do not.
-
-    ``among`` are settings of which alone it asks, by default all.
-    """
-    free = {*varies, *_OF_MODEL}
-    if ours.is_alone or base.is_alone:
-        free |= ROUTING
-    found: dict[str, str] = {}
-    for one, other in zip(ours.scored, base.scored, strict=True):
-        settings, others = _sampled_with(one), _sampled_with(other)
-        for name in {**settings, **others}:
-            if among is not None and name not in among:
-                continue
-            if name not in free and settings.get(name) != others.get(name):
-                values = f"{settings.get(name, _NOT_SET)} against {others.get(name, _NOT_SET)}"
-                found.setdefault(name, f"{name} {values}")
-    if not found:
-        return None
-    return (
-        f"not sampled alike: {', '.join(found.values())}; compare.varies frees what is on purpose"
-    )
-
-
-def _sampled_with(row: ScoredRow) -> dict[str, str]:
-    """Settings of a row's samples; a shift that is the model's own is none."""
-    fields = sampling_fields(row.evaluation)
-    if fields.get("shift") == fields.get("model_shift"):
-        fields.pop("shift", None)
-    return fields
-
-
-def _contrast(results: Results, kind: str, ours: Row, base: Row) -> Contrast:
-    why = _why_not_judged(ours, base)
-    if why is None and kind == "model":
-        why = sampled_differently(ours, base, results.settings.compare.varies)
-    return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
-
-
-def _why_not_judged(ours: Row, base: Row) -> str | None:
-    """The reason why two rows get no verdict, if there is one."""
-    # A dictionary, since the order counts, and a name that both rows have is said once.
-    failed: dict[str, str] = {}
-    for row in (ours, base):
-        lacking = row.why_not_learned
-        if lacking is not None:
-            failed[row.name] = f"{row.name}: did not learn, since {lacking}"
-    if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
-        return "the same samples in every seed"
-    if failed:
-        return "; ".join(failed.values())
-    fixed = why_fixed(ours, base)
-    if fixed is not None:
-        return fixed
-    own = ours.one.evaluation.images
-    other = base.one.evaluation.images
-    return f"{own:,} against {other:,} samples" if own != other else None
-
-
-def why_fixed(ours: Row, base: Row) -> str | None:
-    """Rows that are of one set of weights in every seed, which say nothing about other trainings."""
-    fixed: dict[str, None] = {}
-    for row in (ours, base):
-        if row.group.is_one_model:
-            fixed[row.one.of] = None
-    if not fixed:
-        return None
-    names = " and ".join(fixed)
-    return f"{names}: one set of weights in every seed, so no other training is judged"
-
-
-def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
+def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup] | str]:
     """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
+
+    Where all benchmarks have second features, and the same, a row is followed by its evaluations on them. In
+    place of evaluations that do not compare there is the reason, if others of the row do.
 
     Rows are those in the first table of every benchmark, in the first one's order. Benchmarks without a
     common row raise `HddmError`.
@@ -532,19 +445,55 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
     if not any(file.name == RESULTS_FILE and file.is_file() for file in files):
         return {"": read_groups(paths)}
     found: dict[Path, dict[str, Row]] = {}
+    second_features: dict[str, None] = {}
     for file in files:
-        found[file] = {row.name: row for row in read_results(file.parent).first}
-    shared: dict[str, list[ResultGroup]] = {}
+        results = read_results(file.parent)
+        found[file] = {row.name: row for row in results.first}
+        second_features[str(results.settings.evaluate.second_features)] = None
+    shared: dict[str, list[ResultGroup] | str] = {}
     for name in found[files[0]]:
         if all(name in rows for rows in found.values()):
-            shared[name] = [_group(file, rows[name]) for file, rows in found.items()]
+            title = f"{name}, by {' and '.join(second_features)}"
+            shared |= _of_row(name, title, {file: rows[name] for file, rows in found.items()})
     if not shared:
         lines = [f"{file}: {', '.join(rows)}" for file, rows in found.items()]
         raise HddmError("these benchmarks have no row of their first tables in common", lines)
     return shared
 
 
-def _group(file: Path, row: Row) -> ResultGroup:
-    """The evaluations of a row, named by the benchmark that they are from."""
-    results = [replace(one, path=file) for one in row.group.results]
+def _of_row(name: str, title: str, rows: Mapping[Path, Row]) -> dict[str, list[ResultGroup] | str]:
+    """The evaluations of a row that benchmarks share, and under ``title`` those by the second features."""
+    groups = []
+    second = []
+    for file, row in rows.items():
+        groups.append(_group(file, row.group))
+        if row.second is not None:
+            second.append(_group(file, row.second))
+    if len(second) < len(groups) or len(_features(second)) > 1:
+        return {name: groups}
+    # A dictionary, since the order counts.
+    reasons: dict[str, None] = {}
+    for group in second:
+        for result in group.results:
+            reasons |= dict.fromkeys(result.content.reasons)
+    if reasons:
+        return {name: groups, title: f"Not compared: {'; '.join(reasons)}."}
+    if len(_features(groups)) > 1:
+        own = groups[0].results[0].content.features.name
+        why = f"Not compared by the features that decide: each benchmark has its own ({own})."
+        return {name: why, title: second}
+    return {name: groups, title: second}
+
+
+def _features(groups: Sequence[ResultGroup]) -> set[str]:
+    """Hashes of the networks that evaluations are by."""
+    found = set()
+    for group in groups:
+        found |= {result.content.features.hash for result in group.results}
+    return found
+
+
+def _group(file: Path, group: ResultGroup) -> ResultGroup:
+    """Evaluations of a row, named by the benchmark that they are from."""
+    results = [replace(one, path=file) for one in group.results]
     return ResultGroup(str(file.parent), tuple(results))

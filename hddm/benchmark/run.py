@@ -33,15 +33,16 @@ from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
     FORMAT,
     LARGEST,
+    SECOND,
     ModelResult,
     ObjectiveScores,
     Results,
     SameImages,
     ScoredRow,
     StepRecord,
-    compare_rows,
 )
 from hddm.benchmark.steps import Contents, Step, link_to
+from hddm.benchmark.verdicts import compare_rows
 from hddm.data.images import have_equal_pixels
 from hddm.evaluation.results import read_result
 from hddm.objective.records import HeldOutScores, read_scores
@@ -394,6 +395,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     for step in steps.values():
         seconds = records[step.identity]["seconds"]
         step_records.append(StepRecord(name=step.label, command=step.shown, seconds=seconds))
+    second_real = plans[0].second_real
     results = Results(
         name=file.name,
         split=file.scored_on,
@@ -402,6 +404,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         settings=file,
         machines=_machines(records.values()),
         real=read_result(plans[0].real.result),
+        second_real=None if second_real is None else read_result(second_real.result),
         models=tuple(models.values()),
         scored=tuple(scored),
         same=tuple(_same(title, pair, plans) for title, pair in file.same.items()),
@@ -409,9 +412,13 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         comparisons=(),
         seconds=round(sum(one["seconds"] for one in records.values()), 1),
     )
-    compared = tuple(compare_rows(results))
-    by_objective = tuple(compare_objective(results, _objectives(plans)))
-    return results.model_copy(update={"comparisons": compared, "by_objective": by_objective})
+    changes: dict[str, Any] = {
+        "comparisons": tuple(compare_rows(results)),
+        "by_objective": tuple(compare_objective(results, _objectives(plans))),
+    }
+    if results.second_real is not None:
+        changes["by_second"] = tuple(compare_rows(results, f"{SECOND}{results.decides}"))
+    return results.model_copy(update=changes)
 
 
 def _objectives(plans: Sequence[SeedPlan]) -> dict[str, HeldOutScores]:
@@ -454,6 +461,7 @@ def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
         sampling_flop=row.samples.work.record(cost_path(row.samples))["image"],
         is_alone=row.is_alone,
         objective=_objective_scores(row),
+        second=None if row.second is None else read_result(row.second.result),
     )
 
 

@@ -84,6 +84,8 @@ _FREE = frozenset(
     }
 )
 """Parameters that decide no result."""
+_WIDE = {"inception": 400_000, "efficientnet-lite0": 200_000}
+"""Progress of evaluations on many features, whose covariances take long."""
 SCORES = ".json"
 """Ending of what ``hddm evaluate`` writes, which is a file."""
 INPUTS = "inputs"
@@ -231,6 +233,8 @@ class Step:
             images = self.values["steps"] * self.values["batch_size"]
         elif self.verb == "sample":
             images = self.values["num_images"]
+        elif self.verb == "evaluate" and self.values["features"] in _WIDE:
+            return _WIDE[self.values["features"]]
         return self.kind.units + round(images * self.kind.units_an_image)
 
     @property

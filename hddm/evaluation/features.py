@@ -32,6 +32,8 @@ from hddm.utils.tensors import read_safetensors
 
 DIGITS = "digits-classifier"
 NAMES = ("auto", "inception", "classifier", DIGITS, EFFICIENTNET)
+_CLASSIFIER = ".safetensors"
+"""Ending of the file of a saved classifier."""
 REQUESTED = "requested"
 _BATCH = 32
 
@@ -206,12 +208,29 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
         return of_digits(training)
     if features == EFFICIENTNET:
         return open_efficientnet(option)
-    if features.endswith(".safetensors"):
-        return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
-    raise UsageError(
-        f"{option}: choose one of {', '.join(NAMES)}, or the .safetensors file of a saved classifier"
-        f"{did_you_mean(features, NAMES)}"
-    )
+    refuse_unknown(features)
+    return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
+
+
+def refuse_unknown(features: str) -> None:
+    """Raise `UsageError` for what `open_extractor` does not know by its name."""
+    if features not in NAMES and not features.endswith(_CLASSIFIER):
+        raise UsageError(
+            f"`features` {features}: choose one of {', '.join(NAMES)}, or the {_CLASSIFIER} file of a "
+            f"saved classifier{did_you_mean(features, NAMES)}"
+        )
+
+
+def refuse_absent(features: str) -> None:
+    """Raise `HddmError` for a network whose weights are not on this machine, as `open_extractor` does.
+
+    It reads no images, so a benchmark asks it before it trains anything.
+    """
+    option = f"`features` {features}"
+    if features == "inception":
+        _inception_file(option)
+    if features == EFFICIENTNET:
+        EfficientNetFeatures(option)
 
 
 def classifier_of(training: ImageSet) -> FeatureClassifier:
@@ -314,15 +333,21 @@ def open_inception(option: str, choice: str = REQUESTED) -> FeatureExtractor:
 
     Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
     """
+    path = _inception_file(option)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = INCEPTION.model_copy(update={"choice": choice, "device": device})
+    return FeatureExtractor(record, inception_features(path, device))
+
+
+def _inception_file(option: str) -> Path:
+    """Path of Inception's weights, whose hash is checked."""
     path = find_inception()
     sha256 = INCEPTION.hash
     if path is None or sha256_of(path) != sha256:
         problem = f"{INCEPTION_FILE} is not on disk" if path is None else f"{path} is another file"
         remedy = f"fetch {_URL} (SHA-256 {sha256}) and put it into {_places()[0].parent}"
         raise HddmError(f"{option}: {problem}; {remedy}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    record = INCEPTION.model_copy(update={"choice": choice, "device": device})
-    return FeatureExtractor(record, inception_features(path, device))
+    return path
 
 
 def inception_features(weights: Path, device: str) -> FeatureFunction:
