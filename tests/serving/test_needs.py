@@ -47,7 +47,7 @@ def test_workers_elsewhere_are_not_measured_and_their_weights_are_known(ensemble
         assert one.memory[-1].size is None
         said = "\n".join(one.lines())
         assert "not measured     the workers run on other machines" in said
-        assert "whether it fits: not measured" in said
+        assert "whether it fits: not known" in said
         assert " 0 s" not in said
 
 
