@@ -437,7 +437,7 @@ class AssemblySettings(Described):
     """Decisions on the experts of an ensemble, and its other components."""
 
     strategy: StrategyName | None = None
-    """Recommended strategy. Default: draw."""
+    """Recommended strategy. Default: draw, and full where weights by noise level mix experts."""
     vae: ModelPath | None = None
     """Folder of this component. Default: the experts' own."""
     text_encoder: ModelPath | None = None

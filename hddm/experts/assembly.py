@@ -66,11 +66,36 @@ from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
-DEFAULT_STRATEGY = "draw"
-"""Strategy that a new folder recommends: none with a router is nearer to real images (docs/results.md).
 
-An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at x_t.
-"""
+@dataclass(frozen=True)
+class RecommendedStrategy:
+    """A strategy that a folder recommends, and why; without a reason where someone chose it."""
+
+    name: str
+    reason: str | None = None
+
+
+# Both were measured (docs/results.md).
+DRAWN = RecommendedStrategy(
+    "draw",
+    "the default: with experts of unlike data, no strategy made samples nearer to real images than one "
+    "expert per image",
+)
+WEIGHED = RecommendedStrategy(
+    "full",
+    "the default where weights by noise level mix experts of the same data: the mix was ahead of one expert "
+    "per image by errors, bits per dimension and distance",
+)
+
+
+def default_strategy(router: str | None) -> RecommendedStrategy:
+    """What a new folder with this router recommends: a folder, ``moments``, ``reliability``, or None.
+
+    An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at x_t.
+    """
+    return WEIGHED if router == RELIABILITY else DRAWN
+
+
 PIPELINE_FILE = "pipeline.py"
 PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
 
@@ -154,8 +179,11 @@ def assemble(
     calibrations that are not those of their record.
     """
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
-    opened, strategy = read_experts(experts, members), settings.strategy or DEFAULT_STRATEGY
-    return write_ensemble(opened, out, named_router(router), strategy, overwrite, settings)
+    opened = read_experts(experts, members)
+    chosen = default_strategy(None if router is None else str(router))
+    if settings.strategy is not None:
+        chosen = RecommendedStrategy(settings.strategy)
+    return write_ensemble(opened, out, named_router(router), chosen, overwrite, settings)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -205,9 +233,11 @@ def change(
     members = [Member(folder="", name=name_of(folder)) for folder in add]
     added = read_experts(add, members)
     everyone = [*left_of(experts, kept), *added]
-    chosen = settings.strategy or record.strategy
+    chosen = RecommendedStrategy(record.strategy, record.strategy_reason)
+    if settings.strategy is not None:
+        chosen = RecommendedStrategy(settings.strategy)
     if router is None:
-        routing, notes = _kept_router(ensemble, record, everyone, chosen)
+        routing, notes = _kept_router(ensemble, record, everyone, chosen.name)
     else:
         routing, notes = named_router(router), []
         everyone = with_decisions(everyone, output=[None] * len(everyone))
@@ -287,7 +317,7 @@ def write_ensemble(
     experts: Sequence[Expert],
     out: Path,
     routing: Routing,
-    strategy: str,
+    strategy: RecommendedStrategy,
     overwrite: bool,
     settings: AssemblySettings,
     before: Changed | None = None,
@@ -301,9 +331,9 @@ def write_ensemble(
     folders = [one.place for one in experts]
     bases = bases_of(folders, bases_in(settings.base))
     experts = with_settings(experts, settings.share, settings.classes, settings.domain)
-    Strategy.parse(strategy).check(len(set(domains_of(experts))))
+    Strategy.parse(strategy.name).check(len(set(domains_of(experts))))
     if routing.is_absent:
-        refuse_unrouted(strategy)
+        refuse_unrouted(strategy.name)
     found = Findings(trusts_components=settings.trust_components)
     components, experts = _fitting(experts, routing, settings, before, found)
     note_overlaps(experts, found)
@@ -319,7 +349,8 @@ def write_ensemble(
         router=routing.name,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
         reliability=_kept_weights(before, len(experts), routing, found),
-        strategy=strategy,
+        strategy=strategy.name,
+        strategy_reason=strategy.reason,
         shift=shift,
     )
     _check_files(folders[_num_kept(before) :], routing.folder if routing.is_new else None, bases)

@@ -212,7 +212,7 @@ class ReliabilityRecord(Record):
 class EnsembleRecord(SparseRecord):
     """``ensemble.json``."""
 
-    sparse = ("reliability",)
+    sparse = ("reliability", "strategy_reason")
     oldest: ClassVar[str] = "2.0"
     remedy = (
         "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router "
@@ -228,6 +228,8 @@ class EnsembleRecord(SparseRecord):
     reliability: ReliabilityRecord | None = None
     """Factors on the router's probabilities; without a router the weights themselves."""
     strategy: str = "draw"
+    strategy_reason: str | None = None
+    """Why it is recommended; None where someone chose it."""
     shift: PositiveNumber = 1.0
     """Shift of the time grid (`hddm.times.time_grid`)."""
 

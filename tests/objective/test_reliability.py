@@ -108,6 +108,28 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_default_strategy_follows_from_the_router_and_the_folder_says_why(
+    pair: list[Path], tmp_path: Path
+) -> None:
+    def record(name: str) -> dict[str, object]:
+        content: dict[str, object] = json.loads((tmp_path / name / "ensemble.json").read_text())
+        return content
+
+    assemble(pair, tmp_path / "mixed", "reliability")
+    assemble(pair, tmp_path / "drawn")
+    assemble(pair, tmp_path / "chosen", "reliability", strategy="draw")
+    for name, strategy in (("mixed", "full"), ("drawn", "draw")):
+        assert record(name)["strategy"] == strategy
+        assert str(record(name)["strategy_reason"]).startswith("the default")
+    assert record("chosen")["strategy"] == "draw"
+    assert "strategy_reason" not in record("chosen")
+    # It stays with the strategy, until someone chooses another.
+    change(tmp_path / "mixed", add=[saved(tmp_path / "third", flow_expert(2))])
+    assert str(record("mixed")["strategy_reason"]).startswith("the default")
+    change(tmp_path / "mixed", strategy="top-1")
+    assert "strategy_reason" not in record("mixed")
+
+
 def test_a_weighed_ensemble_has_at_each_level_at_most_the_error_of_its_best_expert(
     pair: list[Path], images: Path, tmp_path: Path
 ) -> None:
