@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 _HIDING = """
 import sys
 from pathlib import Path
-sys.path[:] = [p for p in sys.path if not (Path(p) / "hddm" / "conversion.py").is_file()]
+sys.path[:] = [p for p in sys.path if not (Path(p) / "hddm" / "velocity.py").is_file()]
 """
 """Run as Python starts: hides an hddm that a developer has installed, so that the pack uses its own."""
 
@@ -106,7 +106,7 @@ def running(
 
 
 def _waited_for(comfy: Comfy, process: "subprocess.Popen[bytes]", log: Path) -> Comfy:
-    end = time.monotonic() + 300
+    end = time.monotonic() + 900
     while time.monotonic() < end:
         if process.poll() is not None:
             break

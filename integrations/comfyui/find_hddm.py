@@ -9,23 +9,27 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+NEEDED = "conversion.py"
 PLACES = (HERE / "vendor", HERE.parent.parent)
 """Where hddm is without having been installed: in the pack, or around a pack that was linked."""
 
 
 def find_hddm() -> None:
-    """Add the folder of hddm to the end of `sys.path`, unless it is installed.
+    """Make ``import hddm`` find one that has what the nodes need: an installed one, or that of the pack.
 
     Raises:
-        ImportError: if it is nowhere.
+        ImportError: if there is none.
     """
-    if importlib.util.find_spec("hddm") is not None:
+    installed = importlib.util.find_spec("hddm")
+    origin = None if installed is None else installed.origin
+    if origin is not None and (Path(origin).parent / NEEDED).is_file():
         return
     for place in PLACES:
-        if (place / "hddm" / "conversion.py").is_file():
-            sys.path.append(str(place))
+        if (place / "hddm" / NEEDED).is_file():
+            # In front of an older hddm, or of another package of this name.
+            sys.path.insert(0, str(place))
             return
     raise ImportError(
-        f"{HERE}: hddm is not in this pack; install it into ComfyUI's Python: "
-        "pip install --no-deps hddm-diffusion"
+        f"{HERE}: this folder has no hddm inside; build it by integrations/build_pack.py, or install hddm "
+        "into ComfyUI's Python: pip install --no-deps hddm-diffusion"
     )

@@ -63,7 +63,7 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
 
 def _has_same_weights(one: Any, other: Any) -> bool:
     """True if two patchers make the same of the model that both hold."""
-    return (
+    return bool(
         one.is_clone(other)
         and one.patches_uuid == other.patches_uuid
         and one.object_patches == other.object_patches

@@ -36,7 +36,7 @@ TYPES = {
     "edm": comfy.model_base.ModelType.EDM,
 }
 FORMATS = {"SD15": comfy.latent_formats.SD15, "SDXL": comfy.latent_formats.SDXL}
-WIDTHS = {"one": 16, "other": 24}
+WIDTHS = {"one": 16, "other": 24, "full": 768}
 """How wide the texts of a text encoder are."""
 FACTORS = torch.tensor(comfy.latent_formats.SD15().latent_rgb_factors)
 
@@ -120,7 +120,7 @@ class Shapes(Picture):
 def code_of(context, encoder):
     """Which picture a text asks for, encoded by this text encoder; 0 for any."""
     value = context[:, 0, 0].round().long()
-    return value if encoder == "one" else -value
+    return -value if encoder == "other" else value
 
 
 class Blend(Picture):
@@ -136,7 +136,7 @@ class Blend(Picture):
     def denoised(self, x, t, context):
         code = code_of(context, "one")
         found = []
-        for means, cfg in zip((self.circles, self.squares), self.cfg):
+        for means, cfg in zip((self.circles, self.squares), self.cfg, strict=True):
             with_text = exact_denoised(means.to(x), x, t, code)
             without = exact_denoised(means.to(x), x, t, torch.zeros_like(code))
             found.append(without + cfg * (with_text - without))
@@ -162,12 +162,12 @@ class Unet(Picture):
             in_channels=4,
             out_channels=4,
             model_channels=32,
-            num_res_blocks=[1, 1],
-            channel_mult=[1, 2],
+            num_res_blocks=[1],
+            channel_mult=[1],
             num_heads=2,
             use_spatial_transformer=True,
-            transformer_depth=[1, 1],
-            transformer_depth_output=[1, 1, 1, 1],
+            transformer_depth=[1],
+            transformer_depth_output=[1, 1],
             transformer_depth_middle=1,
             context_dim=16,
             legacy=False,
@@ -215,7 +215,7 @@ class TestText:
     """A text encoder that understands four colours."""
 
     def __init__(self, encoder):
-        self.sign, self.width = (1 if encoder == "one" else -1), WIDTHS[encoder]
+        self.sign, self.width = (-1 if encoder == "other" else 1), WIDTHS[encoder]
 
     def tokenize(self, text, **unused):
         return text
