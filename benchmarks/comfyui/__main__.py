@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.comfyui import checks
 from benchmarks.comfyui.checks import Pictures, Row
-from benchmarks.comfyui.server import Comfy, running
+from benchmarks.comfyui.server import Comfy, QueueError, running
 from benchmarks.harness import RESULTS, Start
 from benchmarks.reports import table
 from hddm.utils.errors import HddmError
@@ -104,7 +104,13 @@ def main() -> None:
 
 
 def _told(rows: Iterator[Row]) -> Iterator[Row]:
-    for row in rows:
+    def until_refused() -> Iterator[Row]:
+        try:
+            yield from rows
+        except QueueError as error:
+            yield Row("the next workflow", str(error), False)
+
+    for row in until_refused():
         print("met   " if row.is_met else "MISSED", row.what, "|", row.found, flush=True)
         yield row
 

@@ -81,7 +81,7 @@ def mix(**changes: Any) -> Api:
     return {"class_type": "HDDMMixModels", "inputs": {**inputs, **changes}}
 
 
-def graph(sampled: str, steps: Mapping[str, Api], batch: int = 1, **changes: Any) -> Api:
+def graph(sampled: str, parts: Mapping[str, Api], batch: int = 1, **changes: Any) -> Api:
     """A workflow that samples the model of the step ``sampled``; ``changes`` are of its sampler."""
     links = {"positive": ["prompt", 0], "negative": ["negative", 0], "latent_image": ["size", 0]}
     how = {"seed": 5, "steps": 5, "cfg": 3.0, "sampler_name": "euler", "scheduler": "normal"}
@@ -91,7 +91,7 @@ def graph(sampled: str, steps: Mapping[str, Api], batch: int = 1, **changes: Any
     prompt = copy.deepcopy(text)
     prompt["inputs"]["text"] = "red"
     return {
-        **steps,
+        **parts,
         "prompt": prompt,
         "negative": text,
         "size": {"class_type": "EmptyLatentImage", "inputs": size},
@@ -126,8 +126,8 @@ def from_one_network(pictures: Pictures) -> Iterator[Row]:
     """Models of several objectives, made from one network, give that network's picture."""
     for first, second in (("eps", "v"), ("v", "flow"), ("eps", "edm"), ("flow", "eps")):
         steps = {"a": model("unet", first), "b": model("unet", second), "mix": mix(weight_2="3")}
-        # Above the end of its schedule an epsilon model is not asked at its own level.
-        how = {"denoise": 0.8} if first == "flow" else {}
+        # Beyond the ends of its schedule an epsilon model is asked at the end, and not at these levels.
+        how = {"denoise": 0.8, "scheduler": "simple"} if first == "flow" else {}
         alone, both = pictures.of(graph("a", steps, **how)), pictures.of(graph("mix", steps, **how))
         yield compared(f"{first} with {second}, of one network, beside {first} alone", both, alone)
 
