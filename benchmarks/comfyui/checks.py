@@ -311,7 +311,7 @@ def full_size(pictures: Pictures) -> Iterator[Row]:
 
 def ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
     """An ensemble of hddm, sampled by ComfyUI from the same noise as by hddm's own pipeline."""
-    path = write_ensemble(folder, [flow_expert(0), flow_expert(1)])
+    path = write_ensemble(folder, [flow_expert(seed, num_classes=3) for seed in range(2)])
     pipe = HDDMPipeline.from_pretrained(path)
     pipe.set_progress_bar_config(disable=True)
     noise = torch.randn((4, *pipe.ensemble.sample_shape), generator=torch.manual_seed(5))

@@ -18,7 +18,8 @@ STEPS, SEED = 4, 5
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> HDDMPipeline:
     folder = tmp_path_factory.mktemp("ensemble")
-    found = HDDMPipeline.from_pretrained(write_ensemble(folder, [flow_expert(0), flow_expert(1)]))
+    experts = [flow_expert(seed, num_classes=3) for seed in range(2)]
+    found = HDDMPipeline.from_pretrained(write_ensemble(folder, experts))
     found.set_progress_bar_config(disable=True)
     return found
 
@@ -55,12 +56,11 @@ def test_samples_are_those_of_the_pipeline(
 ) -> None:
     noise = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     how: dict[str, Any] = {"guidance_scale": cfg, "strategy": strategy, "seed": SEED}
-    asked: dict[str, Any] = {"prompt": text} if text else {"num_images_per_prompt": 6}
-    if text:
-        asked["num_images_per_prompt"] = 6
+    asked: dict[str, Any] = {"prompt": text} if text else {}
     wanted = pipe(
         **asked,
         **how,
+        num_images_per_prompt=6,
         latents=noise,
         num_inference_steps=STEPS,
         solver="euler",
