@@ -7,6 +7,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,8 @@ def main() -> None:
             "set COMFYUI to the folder of a ComfyUI: COMFYUI=path python -m benchmarks.comfyui"
         )
     folder = Path(os.environ["COMFYUI"]).resolve()
+    # Whoever ends this process ends ComfyUI with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     start = Start(results=options.results, command="COMFYUI=… python -m benchmarks.comfyui")
     sections = dict[str, list[Row]]()
     shown = dict[str, Any]()
