@@ -70,7 +70,7 @@ class LoadEnsemble:
 
     def load(
         self, folder: str, strategy: str, expert: int, batch_size: int
-    ) -> tuple[Any, "Prompts", "Decoder", dict[str, Tensor]]:
+    ) -> tuple[Any, "PromptReader", "Decoder", dict[str, Tensor]]:
         """The model, its prompts, its VAE, and an empty latent."""
         from hddm.pipelines.pipeline import HDDMPipeline
 
@@ -89,7 +89,12 @@ class LoadEnsemble:
             )
         network = EnsembleNetwork(ensemble, None if expert < 0 else expert)
         latent = {"samples": torch.zeros(batch_size, *shape)}
-        return _patcher(network, shape[0]), Prompts(pipe), Decoder(pipe, max(expert, 0)), latent
+        return (
+            _patcher(network, shape[0]),
+            PromptReader(pipe),
+            Decoder(pipe, max(expert, 0)),
+            latent,
+        )
 
 
 class EnsembleNetwork(nn.Module):
@@ -171,7 +176,7 @@ class EnsembleNetwork(nn.Module):
         return found
 
 
-class Prompts:
+class PromptReader:
     """What CLIP Text Encode needs of a text encoder."""
 
     def __init__(self, pipe: Any) -> None:

@@ -109,7 +109,7 @@ class Mix:
         self._sharing = dict(sharing)
         self._patches = patches
         self._guests = dict[int, Guest]()
-        self._run: Run | None = None
+        self._run: MixRun | None = None
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare the other models, and let the sampler load them with the first."""
@@ -205,7 +205,7 @@ class Mix:
             )
             levels.append(own)
         host.current_patcher = guider.model_patcher
-        self._run = Run(self, guider, levels, self._guests, noise, (seed or 0) % NUMBERS)
+        self._run = MixRun(self, guider, levels, self._guests, noise, (seed or 0) % NUMBERS)
         try:
             return executor(
                 guider,
@@ -255,7 +255,7 @@ def _settings(one: ModelToMix) -> tuple[Any, ...]:
     return one.weight, one.cfg, one.positive, one.negative, one.mask
 
 
-class Run:
+class MixRun:
     """One sampling of a mix."""
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hddm.pipelines.pipeline import HDDMPipeline
-from integrations.comfyui.ensembles import PREFIX, Decoder, EnsembleNetwork, Prompts
+from integrations.comfyui.ensembles import PREFIX, Decoder, EnsembleNetwork, PromptReader
 from tests.ensemble_files import flow_expert, write_ensemble
 
 STEPS, SEED = 4, 5
@@ -26,7 +26,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> HDDMPipeline:
 
 def conditions_of(pipe: HDDMPipeline, text: str, num: int) -> dict[str, Tensor]:
     """What ComfyUI hands to the network of a prompt, repeated to the batch."""
-    ((_, facts),) = Prompts(pipe).encode_from_tokens_scheduled(text)
+    ((_, facts),) = PromptReader(pipe).encode_from_tokens_scheduled(text)
     given: Mapping[str, Tensor] = facts.get("hddm", {})
     return {PREFIX + name: value.expand(num, *value.shape[1:]) for name, value in given.items()}
 
