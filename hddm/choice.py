@@ -32,3 +32,9 @@ class Choice:
                 parts[k] = there, sent(self.weights[rows, k], device)
             self._parts = parts
         return self._parts
+
+
+def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
+    """Expert index (batch,) for ``uniform`` (batch,) in [0, 1), by inverting ``prior`` (K,) or (batch, K)."""
+    bounds = prior.expand(len(uniform), -1).cumsum(1)[:, :-1].contiguous()
+    return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hddm.choice import Choice
+from hddm.choice import Choice, pick_experts
 from hddm.condition_names import LABELS
 from hddm.conditions import Conditions, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
@@ -197,12 +197,6 @@ def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Conditions
     t = torch.full((len(x),), s, dtype=torch.float64)
     full = ensemble.under("full")
     return full.weights(x.to(ensemble.device), t, None, conditions.given, conditions.prior)
-
-
-def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
-    """Expert index (batch,) for ``uniform`` (batch,) in [0, 1), by inverting ``prior`` (K,) or (batch, K)."""
-    bounds = prior.expand(len(uniform), -1).cumsum(1)[:, :-1].contiguous()
-    return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
 
 
 @torch.no_grad()

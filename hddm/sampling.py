@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.choice import Choice
+from hddm.choice import Choice, pick_experts
 from hddm.classes import class_indices
 from hddm.condition_names import LABELS, TEXT
 from hddm.conditions import Conditions, check_names, check_negative, check_rows
@@ -26,7 +26,7 @@ from hddm.guidance import OPTIONS, Guidance
 from hddm.native import refuse_guidance, refuse_native
 from hddm.networks.offload import expect_batches, holder_of, is_offloaded
 from hddm.noise import Latents, Noise, Seeded
-from hddm.running import Batch, Plan, pick_experts, posterior_of, run
+from hddm.running import Batch, Plan, posterior_of, run
 from hddm.settings import NativeName
 from hddm.solvers import (
     DEFAULT_SOLVER,

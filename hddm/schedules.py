@@ -8,6 +8,8 @@ path* that all experts are compared on is `LinearSchedule`: alpha = 1 - t, sigma
 
 The interface comes first, then the continuous schedules, the DDPM schedules, and the readers of diffusers'
 scheduler configs (`from_diffusers`) and of our own records (`from_config`).
+
+Diffusers is imported where its schedulers are read, since `hddm.conversion` works without it.
 """
 
 import inspect
@@ -20,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor
 
@@ -390,6 +391,8 @@ def from_diffusers(source: object) -> Schedule:
         raise HddmError(
             f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}"
         )
+    import diffusers
+
     try:
         betas = diffusers.DDPMScheduler(**given).betas
     except Exception as error:  # a constructor may raise anything for foreign values
@@ -523,6 +526,8 @@ def _keys_of_alone(family: Sequence[str]) -> set[str]:
 
 
 def _read(source: object) -> tuple[dict[str, Any], str]:
+    import diffusers
+
     if isinstance(source, diffusers.SchedulerMixin):
         return {**source.config, "_class_name": type(source).__name__}, type(source).__name__
     if isinstance(source, Mapping):
@@ -539,6 +544,8 @@ def _read(source: object) -> tuple[dict[str, Any], str]:
 
 
 def _parameters(name: str) -> dict[str, inspect.Parameter]:
+    import diffusers
+
     return dict(inspect.signature(getattr(diffusers, name).__init__).parameters)
 
 

@@ -1,33 +1,11 @@
-r"""Any expert as a velocity field on the common path: match, rescale, convert.
+r"""Any expert as a velocity field on the common path.
 
-For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state x and common time t:
+`hddm.conversion` matches the noise level of a state x at time t, rescales the state and converts what the
+network predicts to a velocity. Guidance and an expert's calibration act on the velocity.
 
-1. match:   the native time u with s(u)/a(u) = t/(1 - t), inverting the schedule continuously;
-2. rescale: the network gets y = (a + s) x, which is a x_0 + s eps, at u;
-3. convert: its output becomes eps - x_0 (`hddm.predictions.Prediction.velocity`).
-
-An expert may have data z = d x_0 + b of its own (`hddm.units`). Then s(u)/(a(u) d) = t/(1 - t), the network
-gets y = (a d + s) x + a b, which is a z + s eps, and its output gives z and eps, of which x_0 = (z - b)/d.
-Outside the schedule's range a b is added to the rescaled state in the same way.
-
-With an exact denoiser the result is exact for every t in [t_min, t_max], the range of the expert's schedule.
-
-**Outside the schedule's range** one rule holds at both ends. The network is evaluated at the nearer end. The
-state is rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t
-above t_max (the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two
-estimates, the one that the state no longer determines fades with its share in the state:
-
-    t > t_max:  v = (x - r x_0)/t,          r = [(1-t)/t] / [(1-t_max)/t_max]
-    t < t_min:  v = (r eps - x)/(1 - t),    r = [t/(1-t)] / [t_min/(1-t_min)]
-
-This is how the posterior means of a smooth, centred density behave, to first order. It is continuous at the
-ends, v = x at t = 1 and v = -x at t = 0. A prediction that is singular *inside* its schedule's range (epsilon
-where alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete
-schedule, `SINGULAR_MARGIN` before the end of a continuous one.
-
-**A noise range** is another thing: the part [low, high] of t that an expert was trained for, whatever its
-schedule could express. Nothing stands in for the expert outside it: its velocity is refused there, and an
-ensemble uses another expert of the same domain (`hddm.ensemble`).
+**A noise range** is another thing than the range of a schedule: the part [low, high] of t that an expert was
+trained for, whatever its schedule could express. Nothing stands in for the expert outside it: its velocity is
+refused there, and an ensemble uses another expert of the same domain (`hddm.ensemble`).
 """
 
 import copy
@@ -42,20 +20,20 @@ from hddm.calibration import MAX_GAIN, Calibration
 from hddm.classes import check_label_range
 from hddm.condition_names import LABELS
 from hddm.conditions import Inputs, can_guide, check_names, check_negative, check_rows
+from hddm.conversion import SINGULAR_MARGIN, Matched, exact_range
 from hddm.guidance import Guidance as Guidance
 from hddm.networks.calls import Calls, NetworkCall, finished
 from hddm.networks.families import sample_settings
 from hddm.networks.sample_sizes import SampleSizes, Size, words_of
 from hddm.networks.wrappers import declared_shape, missing_from
-from hddm.predictions import PathPoint, Prediction
+from hddm.predictions import Prediction
 from hddm.predictions import PredictionType as PredictionType
-from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
+from hddm.schedules import LinearSchedule, Schedule
 from hddm.units import Units
 from hddm.utils.errors import HddmError, an, one_line
 from hddm.utils.records import WHOLE, NoiseRange, composed
-from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
+from hddm.utils.tensors import device_of, parameter_dtype, sent, to_float64
 
-SINGULAR_MARGIN = 1e-6
 ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
 TIME_SCALE = 1000.0
@@ -89,18 +67,6 @@ def check_states(x_t: Tensor, sample_shape: Sequence[int] | None) -> None:
         raise HddmError(
             f"x_t has shape {tuple(x_t.shape)}; this model takes states (batch, {sample_shape[0]}, H, W)"
         )
-
-
-def derivatives_at(
-    schedule: Schedule, native: Tensor, wide: Callable[[Tensor], Tensor]
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """`hddm.predictions.Level.derivatives` at native times (batch,), each made ``wide`` as states are."""
-
-    def derivatives() -> tuple[Tensor, Tensor]:
-        d_alpha, d_sigma = schedule.derivatives(native)
-        return wide(d_alpha), wide(d_sigma)
-
-    return derivatives
 
 
 @dataclass(frozen=True)
@@ -189,7 +155,7 @@ class VelocityField:
         self.units = Units(data_scale, data_shift)
         self.units.check_channels(self.sample_shape)
         self.path_units = self.units.times(schedule.data_scale)
-        self.range = _exact_range(schedule, self.prediction, self.path_units.scale)
+        self.range = exact_range(schedule, self.prediction, self.path_units.scale)
         self.noise_range = low, high = noise_range
         if not (0 <= low < high <= 1 and low < self.range[1] and high > self.range[0]):
             raise HddmError(
@@ -430,43 +396,9 @@ class VelocityField:
         is_straight = self.prediction.is_velocity and isinstance(self.schedule, LinearSchedule)
         if is_straight and own.is_common:
             return (yield from self.output_calls(x, t, conditions))
-        low, high = self.range
-        inside = t.clamp(low, high)
-        native = self.schedule.match(inside, own.scale)
-        alpha, sigma = self.schedule.alpha_sigma(native)
-        ones = torch.ones_like(t)
-        keep_noise = torch.where(t > inside, inside / t, ones)
-        keep_signal = torch.where(t < inside, (1 - inside) / (1 - t), ones)
-        scale = (alpha * own.scale + sigma) * keep_noise * keep_signal
-
-        def wide(values: Tensor) -> Tensor:
-            return sent(append_dims(values, x.ndim), x.device, x.dtype)
-
-        y = wide(scale) * x
-        if not own.is_common:
-            y = y + wide(alpha) * own.shift_like(x)
-        output = yield from self.output_calls(y, native, conditions)
-        derivatives = derivatives_at(self.schedule, native, wide)
-        at = PathPoint(wide(alpha), wide(sigma), derivatives, x, y, wide(inside))
-        is_inside = bool((t == inside).all())
-        if own.is_common:
-            v = self.prediction.velocity(output, at)
-            if is_inside:
-                return v
-        x_0, eps = self.prediction.x_0_and_eps(output, at)
-        if not own.is_common:
-            x_0 = own.common(x_0)
-            v = eps - x_0
-        if is_inside:
-            return v
-        is_above, is_below = t > inside, t < inside
-        # Masked before they meet the state: an inf in the row not taken would make its gradient nan.
-        fade_signal = torch.where(is_above, (1 - t) / t * inside / (1 - inside), 0)
-        fade_noise = torch.where(is_below, t / (1 - t) * (1 - inside) / inside, 0)
-        above = (x - wide(fade_signal) * x_0) / wide(torch.where(is_above, t, ones))
-        below = (wide(fade_noise) * eps - x) / wide(torch.where(is_below, 1 - t, ones))
-        v = torch.where(wide(is_above).bool(), above, v)
-        return torch.where(wide(is_below).bool(), below, v)
+        matched = Matched(self.schedule, self.prediction, own, self.range, x, t)
+        output = yield from self.output_calls(matched.y, matched.native, conditions)
+        return matched.velocity(output)
 
     def output_of(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The network's own prediction for a state ``y`` on its path, at ``native`` times (batch,)."""
@@ -500,18 +432,3 @@ class VelocityField:
             if name not in rows:
                 rows[name] = sent(null, x_t.device).expand(len(x_t), *null.shape)
         return rows
-
-
-def _exact_range(
-    schedule: Schedule, prediction: Prediction, data_scale: float
-) -> tuple[float, float]:
-    low, high = schedule.range_of(data_scale)
-    if prediction.is_of_noise and high == 1.0:
-        # With zero terminal SNR the last index holds no signal.
-        if isinstance(schedule, DiscreteSchedule):
-            high = schedule.common_time(schedule.end - 1, data_scale)
-        else:
-            high = 1.0 - SINGULAR_MARGIN
-    if prediction.is_singular_at_data and low == 0.0:
-        low = SINGULAR_MARGIN
-    return low, high

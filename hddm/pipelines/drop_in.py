@@ -25,9 +25,10 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from hddm.choice import Choice
+from hddm.choice import Choice, pick_experts
 from hddm.condition_names import LABELS, TEXT
 from hddm.conditions import Conditions, Inputs, check_names
+from hddm.conversion import derivatives_at
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.guidance import Guidance
@@ -36,7 +37,7 @@ from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.wrappers import family_behind, text_width
 from hddm.pipelines.generations import TURNS, EncodedPrompts, Generation, signs_of
 from hddm.predictions import Level, Prediction, PredictionType
-from hddm.running import pick_experts, posterior_of
+from hddm.running import posterior_of
 from hddm.sampling import blind_draw
 from hddm.schedules import (
     LinearSchedule,
@@ -48,7 +49,7 @@ from hddm.schedules import (
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
-from hddm.velocity import ROUNDING, VelocityField, derivatives_at
+from hddm.velocity import ROUNDING, VelocityField
 
 
 def drop_in(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hddm.condition_names import LABELS, TEXT
+from hddm.conversion import derivatives_at
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.expert import Expert, field_of, save_expert
 from hddm.experts.lora import adapter_of
@@ -35,7 +36,7 @@ from hddm.training.watching import watching
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
-from hddm.velocity import VelocityField, derivatives_at
+from hddm.velocity import VelocityField
 
 
 def continue_expert(

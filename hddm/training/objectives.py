@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.condition_names import LABELS, TEXT
+from hddm.conversion import derivatives_at
 from hddm.data.shards import Shard
 from hddm.predictions import Level, Prediction, PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
@@ -45,7 +46,7 @@ from hddm.units import Units
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import append_dims
-from hddm.velocity import TIME_SCALE, derivatives_at
+from hddm.velocity import TIME_SCALE
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hddm.choice import pick_experts
 from hddm.classes import join_classes
 from hddm.ensemble import Ensemble
-from hddm.running import pick_experts
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError

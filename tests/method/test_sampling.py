@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.choice import pick_experts
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.guidance import Guidance
 from hddm.noise import Seeded
-from hddm.running import NotFinite, pick_experts
+from hddm.running import NotFinite
 from hddm.sampling import integrate, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import SOLVERS

@@ -1,0 +1,1 @@
+"""hddm's nodes in a real ComfyUI."""

@@ -1,0 +1,264 @@
+"""An ensemble or expert of hddm as a model of ComfyUI's, with its own prompts and its own VAE.
+
+This node needs hddm with all its requirements; they are imported when it runs.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hddm.choice import Choice, pick_experts
+from hddm.noise import Seeded
+from hddm.utils.errors import HddmError
+from hddm.utils.streams import NUMBERS
+
+from .mixing import KEY
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hddm_"
+"""Of conditions, among those that ComfyUI hands to a model."""
+PRIOR = f"{PREFIX}prior"
+
+
+class LoadEnsemble:
+    """Load a folder that hddm made, as model, text encoder and VAE."""
+
+    CATEGORY: ClassVar[str] = "hddm"
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("MODEL", "CLIP", "VAE", "LATENT")
+    FUNCTION: ClassVar[str] = "load"
+    DESCRIPTION: ClassVar[str] = (
+        "An ensemble or expert folder of hddm. CLIP Text Encode reads its prompts, or the names of its "
+        "classes; the latent is an empty one of its size. The router runs inside the model."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """Inputs and widgets, as ComfyUI asks for them."""
+        return {
+            "required": {
+                "folder": (
+                    "STRING",
+                    {"default": "", "tooltip": "Of an ensemble or expert, on ComfyUI's machine."},
+                ),
+                "strategy": (
+                    "STRING",
+                    {
+                        "default": "",
+                        "tooltip": "draw, full, top-2, nucleus-0.9, commit-0.8 and others; empty for the "
+                        "ensemble's own.",
+                    },
+                ),
+                "expert": (
+                    "INT",
+                    {
+                        "default": -1,
+                        "min": -1,
+                        "max": 1000,
+                        "tooltip": "Number of one expert that makes all pictures; -1 for the strategy.",
+                    },
+                ),
+                "batch_size": (
+                    "INT",
+                    {"default": 1, "min": 1, "max": 1000, "tooltip": "Pictures of the latent."},
+                ),
+            }
+        }
+
+    def load(
+        self, folder: str, strategy: str, expert: int, batch_size: int
+    ) -> tuple[Any, "PromptReader", "Decoder", dict[str, Tensor]]:
+        """The model, its prompts, its VAE, and an empty latent."""
+        from hddm.pipelines.pipeline import HDDMPipeline
+
+        pipe = HDDMPipeline.from_pretrained(folder)
+        ensemble = pipe.ensemble
+        if strategy:
+            ensemble = ensemble.under(strategy)
+        if expert >= len(ensemble.experts):
+            raise HddmError(
+                f"expert {expert}: the experts of {folder} are 0 to {len(ensemble.experts) - 1}"
+            )
+        shape = ensemble.experts[max(expert, 0)].sample_shape
+        if shape is None or (expert < 0 and not ensemble.are_alike()):
+            raise HddmError(
+                f"{folder}: its experts make samples of several kinds; choose one by its number"
+            )
+        network = EnsembleNetwork(ensemble, None if expert < 0 else expert)
+        latent = {"samples": torch.zeros(batch_size, *shape)}
+        return (
+            _patcher(network, shape[0]),
+            PromptReader(pipe),
+            Decoder(pipe, max(expert, 0)),
+            latent,
+        )
+
+
+class EnsembleNetwork(nn.Module):
+    """The velocity of an ensemble, called as ComfyUI calls the network of a flow model."""
+
+    dtype = torch.float32
+
+    def __init__(self, ensemble: Any, expert: int | None) -> None:
+        super().__init__()
+        self.ensemble, self.expert = ensemble, expert
+        modules = [one.network for one in ensemble.experts] + [ensemble.router]
+        # ComfyUI moves what is registered here between its devices.
+        self.parts = nn.ModuleList([one for one in modules if isinstance(one, nn.Module)])
+        self._seed = 0
+        self._kept: Tensor | None = None
+        self._weights: Tensor | None = None
+
+    def begin(self, seed: int) -> None:
+        """A new sampling."""
+        self._seed, self._kept, self._weights = seed, None, None
+
+    def forward(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        context: Any = None,
+        control: Any = None,
+        transformer_options: Mapping[str, Any] | None = None,
+        **given: Tensor,
+    ) -> Tensor:
+        """Velocity (batch, C, H, W) at ``timesteps``, which are t times 1000."""
+        from hddm.guidance import Guidance
+
+        if control is not None:
+            raise HddmError("an ensemble of hddm takes no ControlNet")
+        conditions = {
+            name.removeprefix(PREFIX): one for name, one in given.items() if name != PRIOR
+        }
+        times = (timesteps.double() / 1000).clamp(0, 1).cpu()
+        branches = (transformer_options or {}).get("cond_or_uncond", [0])
+        size = len(x) // len(branches)
+        if 0 in branches or self._weights is None or len(self._weights) != size:
+            # Both branches of guidance have the experts of the first, which reads the prompt.
+            at = branches.index(0) * size if 0 in branches else 0
+            rows = slice(at, at + size)
+            prior = given.get(PRIOR)
+            own = {name: value[rows] for name, value in conditions.items()}
+            known = None if prior is None else prior[rows].cpu()
+            self._weights = self._weights_of(x[rows], times[rows], own, known)
+        choice = Choice(self._weights.repeat(len(branches), 1))
+        inputs = self.ensemble.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
+        velocity: Tensor = self.ensemble.mix(x, times, choice, inputs)
+        return velocity
+
+    def _weights_of(
+        self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor], prior: Tensor | None
+    ) -> Tensor:
+        """Weights (batch, K) of the experts, by the strategy."""
+        ensemble, expert = self.ensemble, self.expert
+        if expert is not None or len(ensemble.experts) == 1:
+            one = torch.full((len(x),), expert or 0)
+            found: Tensor = ensemble.weights(x, t, one, conditions)
+            return found
+        commits_at = ensemble.commits_at
+        is_drawn = ensemble.strategy == "draw" or (commits_at is not None and t[0] <= commits_at)
+        if not is_drawn:
+            mixing = ensemble if commits_at is None else ensemble.under("full")
+            found = mixing.weights(x, t, None, conditions, prior)
+            return found
+        if self._kept is None or len(self._kept) != len(x):
+            if commits_at is None:
+                shares = ensemble.begun(x, 1.0, conditions, prior)
+            else:
+                shares = ensemble.under("full").weights(x, t, None, conditions, prior)
+            draws = Seeded(self._seed).draws(range(len(x)))
+            self._kept = pick_experts(shares.double().cpu(), draws)
+            logger.info("hddm: the pictures are made by experts %s", self._kept.tolist())
+        found = ensemble.weights(x, t, self._kept, conditions)
+        return found
+
+
+class PromptReader:
+    """What CLIP Text Encode needs of a text encoder."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    def tokenize(self, text: str, **options: Any) -> str:
+        """The text as it is."""
+        return text
+
+    def encode_from_tokens_scheduled(self, tokens: str, **options: Any) -> list[list[Any]]:
+        """The conditioning of a prompt; the empty one is no condition."""
+        facts: dict[str, Any] = {"pooled_output": None}
+        # Experts without a text get the empty one by themselves.
+        if tokens or self._pipe.takes_prompts:
+            found = self._pipe.encode(prompt=tokens)
+            conditions = dict(found.given)
+            if found.prior is not None:
+                conditions["prior"] = found.prior
+            facts["hddm"] = conditions
+        return [[torch.zeros(1, 1, 1), facts]]
+
+
+class Decoder:
+    """What VAE Decode and VAE Encode need."""
+
+    def __init__(self, pipe: Any, expert: int) -> None:
+        self._pipe, self._expert = pipe, expert
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures (batch, H, W, 3) in [0, 1]."""
+        pixels: Tensor = self._pipe.decode(latents, self._expert).float().cpu()
+        shown = ((pixels + 1) / 2).clamp(0, 1).movedim(1, -1)
+        return shown.expand(*shown.shape[:-1], 3) if shown.shape[-1] == 1 else shown
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents of pictures (batch, H, W, 3) in [0, 1]."""
+        from hddm.networks.vae import latents_of
+
+        images = pixels[..., :3].movedim(-1, 1) * 2 - 1
+        vae = self._pipe.vae_of(self._expert)
+        if vae is None:
+            return images
+        return latents_of(vae, images)
+
+
+def _patcher(network: EnsembleNetwork, channels: int) -> Any:
+    import comfy.conds
+    import comfy.latent_formats
+    import comfy.model_base
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy.supported_models_base
+    from comfy.patcher_extension import WrappersMP
+
+    class Samples(comfy.latent_formats.LatentFormat):  # type: ignore[misc]
+        latent_channels = channels
+
+    class Config(comfy.supported_models_base.BASE):  # type: ignore[misc]
+        unet_extra_config: ClassVar[dict[str, Any]] = {}
+        sampling_settings: ClassVar[dict[str, Any]] = {"shift": network.ensemble.shift}
+        latent_format = Samples
+
+    class EnsembleModel(comfy.model_base.BaseModel):  # type: ignore[misc]
+        def extra_conds(self, **given: Any) -> dict[str, Any]:
+            found = {}
+            for name, value in (given.get("hddm") or {}).items():
+                found[PREFIX + name] = comfy.conds.CONDRegular(value.to(given["device"]))
+            return found
+
+    config = Config({"dtype": torch.float32})
+    flow = comfy.model_base.ModelType.FLOW
+    model = EnsembleModel(config, flow, unet_model=lambda **unused: network)
+    patcher = comfy.model_patcher.ModelPatcher(
+        model,
+        comfy.model_management.get_torch_device(),
+        comfy.model_management.unet_offload_device(),
+    )
+
+    def begin(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        # The seed is in the sampler's extra arguments, the third.
+        network.begin((args[2].get("seed") or 0) % NUMBERS)
+        return executor(*args, **kwargs)
+
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, f"{KEY}_ensemble", begin)
+    return patcher

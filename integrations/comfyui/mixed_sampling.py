@@ -1,0 +1,532 @@
+"""Sampling with several models inside ComfyUI's samplers.
+
+The mix is a clone of model 1 that carries three of ComfyUI's wrappers. ``outer_sample`` prepares the other
+models for the sampler's conditionings, or for their own, and registers what they need to be loaded.
+``sampler_sample`` encodes those conditionings, as the sampler did for model 1. ``calc_cond_batch``, which
+every sampler calls for denoised pictures, asks each model at its own noise level and mixes velocities.
+"""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sampler_helpers
+import comfy.samplers
+import torch
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+
+from hddm.choice import Choice, pick_experts
+from hddm.noise import Seeded
+from hddm.strategies import Strategy
+from hddm.utils.errors import HddmError
+from hddm.utils.streams import NUMBERS
+
+from .levels import Levels, denoised_of
+from .mixing import KEY, ModelToMix
+
+logger = logging.getLogger(__name__)
+
+CONTROLS = "hddm_controls"
+Conds = dict[str, list[dict[str, Any]]]
+
+
+def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
+    """A clone of the first model that samples as the mix of all."""
+    host = models[0].model.clone()
+    loaded, sharing = [host], dict[int, Any]()
+    added = []
+    for k, one in enumerate(models[1:], 1):
+        patcher = one.model.clone()
+        if any(_has_same_weights(patcher, other) for other in loaded):
+            sharing[k] = patcher
+            continue
+        if any(patcher.is_clone(other) for other in loaded):
+            patcher = _with_own_weights(patcher, k + 1)
+        loaded.append(patcher)
+        added.append(patcher)
+    host.set_additional_models(KEY, added)
+    mix = Mix(models, strategy, sharing, host.patches_uuid)
+    host.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, mix.outer_sample)
+    host.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, mix.sampler_sample)
+    host.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, mix.calc_cond_batch)
+    if any(one.cfg for one in models):
+        # A sampler with cfg 1 would not ask for the negative, which models with another cfg need.
+        host.model_options["disable_cfg1_optimization"] = True
+    return host
+
+
+def _has_same_weights(one: Any, other: Any) -> bool:
+    """True if two patchers make the same of the model that both hold."""
+    return bool(
+        one.is_clone(other)
+        and one.patches_uuid == other.patches_uuid
+        and one.object_patches == other.object_patches
+        and one.hook_patches.keys() == other.hook_patches.keys()
+        and one.injections.keys() == other.injections.keys()
+    )
+
+
+def _with_own_weights(patcher: Any, number: int) -> Any:
+    """The same patcher on a copy of its model, for one checkpoint with two different LoRAs."""
+    logger.info(
+        "hddm: model %d is a checkpoint that is in the mix already; its weights are copied", number
+    )
+    # Loaded weights may hold the patches of the other one.
+    comfy.model_management.unload_all_models()
+    patcher.model = copy.deepcopy(patcher.model)
+    patcher.parent = None
+    patcher.backup, patcher.object_patches_backup, patcher.hook_backup = {}, {}, {}
+    return patcher
+
+
+@dataclass
+class Guest:
+    """A model other than the first, for one sampling."""
+
+    patcher: Any
+    conds: Conds
+    options: dict[str, Any]
+
+
+class Mix:
+    """What a mix decides, and the state of the sampling that runs."""
+
+    def __init__(
+        self,
+        models: Sequence[ModelToMix],
+        strategy: Strategy,
+        sharing: Mapping[int, Any],
+        patches: object,
+    ) -> None:
+        self.models = [ModelToMix(None, *_settings(one)) for one in models]
+        self.strategy = strategy
+        self._sharing = dict(sharing)
+        self._patches = patches
+        self._guests = dict[int, Guest]()
+        self._run: MixRun | None = None
+
+    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the other models, and let the sampler load them with the first."""
+        guider = executor.class_obj
+        host = guider.model_patcher
+        if host.patches_uuid != self._patches:
+            raise HddmError(
+                "a node behind Mix Models changes weights, which would reach model 1 alone; put LoRA loaders "
+                "in front of Mix Models, one for each model"
+            )
+        added = iter(host.get_additional_models_with_key(KEY))
+        try:
+            for k in range(1, len(self.models)):
+                patcher = self._sharing[k] if k in self._sharing else next(added)
+                self._guests[k] = self._prepared(k, patcher, guider)
+            controls = []
+            for guest in self._guests.values():
+                found, _ = comfy.sampler_helpers.get_additional_models(
+                    guest.conds, guest.patcher.model_dtype()
+                )
+                controls += found
+                controls += comfy.sampler_helpers.get_additional_models_from_model_options(
+                    guest.options
+                )
+            host.set_additional_models(CONTROLS, controls)
+            return executor(*args, **kwargs)
+        finally:
+            host.remove_additional_models(CONTROLS)
+            for guest in self._guests.values():
+                comfy.sampler_helpers.cleanup_models(guest.conds, [])
+                guest.patcher.cleanup()
+                guest.patcher.restore_hook_patches()
+                comfy.samplers.cast_to_load_options(
+                    guest.options, device=guest.patcher.offload_device
+                )
+            self._guests.clear()
+
+    def _prepared(self, k: int, patcher: Any, guider: Any) -> Guest:
+        """Conditionings and options of model ``k``, as the sampler has them for the first model."""
+        own, asked = self.models[k], guider.original_conds
+        given = dict(asked)
+        if own.positive is not None:
+            others = set(asked) - {"positive", "negative"}
+            if others:
+                raise HddmError(
+                    f"model {k + 1} has conditionings of its own, and this sampler asks for "
+                    f"{', '.join(sorted(others))} as well; use one with positive and negative alone"
+                )
+            given["positive"] = comfy.sampler_helpers.convert_cond(own.positive)
+            # Without a negative of its own its cfg is 1, and no negative is asked for.
+            negative = own.positive if own.negative is None else own.negative
+            if "negative" in given:
+                given["negative"] = comfy.sampler_helpers.convert_cond(negative)
+        conds, controls = Conds(), dict[int, Any]()
+        for name, listed in given.items():
+            conds[name] = [_with_own_controls(cond, controls) for cond in listed]
+        _check_width(patcher, conds, k + 1)
+        comfy.samplers.preprocess_conds_hooks(conds)
+        options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
+        comfy.sampler_helpers.prepare_model_patcher(patcher, conds, options)
+        comfy.samplers.filter_registered_hooks_on_conds(conds, options)
+        return Guest(patcher, conds, options)
+
+    def sampler_sample(
+        self,
+        executor: Any,
+        guider: Any,
+        sigmas: Tensor,
+        extra_args: dict[str, Any],
+        callback: Any,
+        noise: Tensor,
+        latent_image: Tensor | None = None,
+        denoise_mask: Tensor | None = None,
+        disable_pbar: bool = False,
+    ) -> Any:
+        """Encode the conditionings of the other models, and sample."""
+        self._check_guider(guider)
+        host = guider.inner_model
+        levels = [Levels(host.model_sampling, "model 1")]
+        device, seed = noise.device, extra_args.get("seed")
+        for k, guest in sorted(self._guests.items()):
+            model = guest.patcher.model
+            guest.patcher.pre_run()
+            own = Levels(model.model_sampling, f"model {k + 1}")
+            with _percents_of(host.model_sampling, levels[0], model.model_sampling, own):
+                guest.conds = comfy.samplers.process_conds(
+                    model, noise, guest.conds, device, latent_image, denoise_mask, seed
+                )
+            reached = own.sigmas(levels[0].times(sigmas).clamp(max=own.limits[1])).to(sigmas)
+            guest.options.setdefault("transformer_options", {})["sample_sigmas"] = reached
+            comfy.samplers.cast_to_load_options(
+                guest.options, device=device, dtype=guest.patcher.model_dtype()
+            )
+            levels.append(own)
+        host.current_patcher = guider.model_patcher
+        self._run = MixRun(self, guider, levels, self._guests, noise, (seed or 0) % NUMBERS)
+        try:
+            return executor(
+                guider,
+                sigmas,
+                extra_args,
+                callback,
+                noise,
+                latent_image,
+                denoise_mask,
+                disable_pbar,
+            )
+        finally:
+            self._run = None
+
+    def _check_guider(self, guider: Any) -> None:
+        if not any(one.cfg for one in self.models):
+            return
+        is_plain = type(guider).predict_noise is comfy.samplers.CFGGuider.predict_noise
+        if not is_plain or "negative" not in guider.conds or guider.cfg == 0:
+            raise HddmError(
+                "a model of the mix has a cfg of its own, which needs a sampler with positive, negative and "
+                "one cfg above 0, such as KSampler; or set cfg_1 and cfg_2 to 0"
+            )
+
+    def calc_cond_batch(
+        self,
+        executor: Any,
+        model: Any,
+        conds: Sequence[Any],
+        x_in: Tensor,
+        timestep: Tensor,
+        model_options: dict[str, Any],
+    ) -> list[Tensor]:
+        """Denoised pictures of the mix, one for each of ``conds``."""
+        if self._run is None:
+            raise HddmError(
+                "a mix of models was asked outside of a sampler; this node works with single models alone"
+            )
+
+        def ask_first(conds: Sequence[Any], x: Tensor, sigma: Tensor) -> Any:
+            return executor(model, conds, x, sigma, model_options)
+
+        return self._run.denoised(ask_first, conds, x_in, timestep)
+
+
+def _settings(one: ModelToMix) -> tuple[Any, ...]:
+    return one.weight, one.cfg, one.positive, one.negative, one.mask
+
+
+class MixRun:
+    """One sampling of a mix."""
+
+    def __init__(
+        self,
+        mix: Mix,
+        guider: Any,
+        levels: Sequence[Levels],
+        guests: Mapping[int, Guest],
+        noise: Tensor,
+        seed: int,
+    ) -> None:
+        self._models, self._strategy = mix.models, mix.strategy
+        self._guider, self._levels, self._guests = guider, levels, guests
+        self._maps = _maps_of(mix.models, noise)
+        self._kept: Tensor | None = None
+        if mix.strategy.keeps_one:
+            at = torch.tensor([mix.strategy.value])
+            draws = Seeded(seed).draws(range(len(noise)))
+            kept = pick_experts(self._shares(at)[0], draws)
+            self._kept = Choice.of(kept, len(mix.models)).weights.double()
+            logger.info("hddm: the pictures are made by models %s", (kept + 1).tolist())
+
+    def _shares(self, t: Tensor) -> Tensor:
+        """Weights (batch, K) of the models at noise levels t (batch,), scaled to a sum of 1."""
+        weights = torch.stack([one.weight.at(t) for one in self._models], 1)
+        return weights / weights.sum(1, keepdim=True)
+
+    def _weights(self, t: Tensor) -> Tensor:
+        shares = self._shares(t)
+        if self._kept is None:
+            return shares
+        if self._strategy.kind == "draw":
+            return self._kept
+        return torch.where((t > self._strategy.value)[:, None], shares, self._kept)
+
+    def denoised(
+        self,
+        ask_first: Callable[..., Any],
+        conds: Sequence[Any],
+        x_in: Tensor,
+        timestep: Tensor,
+    ) -> list[Tensor]:
+        """Denoised pictures of the mix for states ``x_in`` (batch, …) of model 1 at its ``timestep``."""
+        names = [self._name_of(cond) for cond in conds]
+        t = self._levels[0].times(timestep.reshape(-1)).expand(len(x_in))
+        x = self._levels[0].common(x_in, t)
+        choice = Choice(self._weights(t))
+        maps = self._weight_maps(choice.weights, x)
+        found = [torch.zeros_like(x) for _ in conds]
+        for k, rows in sorted(choice.rows.items()):
+            here = rows.to(x.device)
+            velocities = self._velocities(k, ask_first, conds, names, x, t, rows)
+            for i, velocity in enumerate(self._guided(k, names, velocities)):
+                if velocity is None:
+                    continue
+                if maps is None:
+                    weight = choice.weights[rows, k].to(velocity)
+                    weight = weight.reshape(-1, *[1] * (x.ndim - 1))
+                else:
+                    weight = maps[k]
+                found[i].index_add_(0, here, weight * velocity)
+        self._guider.inner_model.current_patcher = self._guider.model_patcher
+        pictures = []
+        for name, velocity in zip(names, found, strict=True):
+            # The sampler ignores the picture of a branch that it did not ask for.
+            picture = velocity if name is None else denoised_of(x, t, velocity)
+            pictures.append(picture.to(x_in.dtype))
+        return pictures
+
+    def _name_of(self, cond: Any) -> str | None:
+        if cond is None:
+            return None
+        for name, known in self._guider.conds.items():
+            if known is cond:
+                return str(name)
+        raise HddmError(
+            "a node changes the conditionings while it samples (context windows, or regions of its own), "
+            "which a mix of models does not support"
+        )
+
+    def _velocities(
+        self,
+        k: int,
+        ask_first: Callable[..., Any],
+        conds: Sequence[Any],
+        names: Sequence[str | None],
+        x: Tensor,
+        t: Tensor,
+        rows: Tensor,
+    ) -> list[Tensor | None]:
+        """Velocities (n, …) of model ``k`` for the pictures ``rows`` (n,) of a batch, one for each cond."""
+        wanted = [name if self._is_asked(k, name) else None for name in names]
+        own: list[Any] = []
+        for name, cond in zip(wanted, conds, strict=True):
+            if name is None:
+                own.append(None)
+            else:
+                own.append(cond if k == 0 else self._guests[k].conds[name])
+        is_part = len(rows) < len(x)
+        few = _rows_of(own, rows, len(x)) if is_part else None
+        if few is not None:
+            own, here, times = few, x[rows.to(x.device)], t[rows]
+        else:
+            here, times = x, t
+        matched = self._levels[k].matched(here, times)
+        if k == 0:
+            pictures = ask_first(own, matched.x, matched.sigma)
+        else:
+            guest = self._guests[k]
+            guest.patcher.model.current_patcher = guest.patcher
+            pictures = comfy.samplers.calc_cond_batch(
+                guest.patcher.model, own, matched.x, matched.sigma, guest.options
+            )
+        velocities: list[Tensor | None] = []
+        for name, picture in zip(wanted, pictures, strict=True):
+            if name is None:
+                velocities.append(None)
+                continue
+            velocity = matched.velocity(picture.to(here.dtype))
+            if is_part and few is None:
+                velocity = velocity[rows.to(x.device)]
+            velocities.append(velocity)
+        return velocities
+
+    def _is_asked(self, k: int, name: str | None) -> bool:
+        """False for a branch that the sampler does not ask for, or that cfg 1 makes void."""
+        return name is not None and not (name == "negative" and self._models[k].cfg == 1)
+
+    def _guided(
+        self, k: int, names: Sequence[str | None], velocities: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Velocities that the sampler's cfg s turns into those of the model's own scale c.
+
+        With n' = n and p' = n + (c/s)(p - n), the sampler's n' + s (p' - n') is n + c (p - n).
+        """
+        own = self._models[k].cfg
+        if not own or "positive" not in names or "negative" not in names:
+            return list(velocities)
+        positive, negative = names.index("positive"), names.index("negative")
+        p = velocities[positive]
+        assert p is not None
+        n = p if velocities[negative] is None else velocities[negative]
+        assert n is not None
+        found = list(velocities)
+        found[positive], found[negative] = n + own / self._guider.cfg * (p - n), n
+        return found
+
+    def _weight_maps(self, weights: Tensor, x: Tensor) -> Tensor | None:
+        """Weights (K, batch, 1, …) by place; None without masks."""
+        if self._maps is None:
+            return None
+        by_level = weights.T.reshape(len(self._models), -1, *[1] * (x.ndim - 1)).to(x)
+        found = by_level * self._maps.to(x)
+        total = found.sum(0)
+        if not bool((total > 0).all()):
+            raise HddmError(
+                "at this noise level there are places where no model has a weight; leave one model without "
+                "a mask, or give weights that are above 0 at every level"
+            )
+        return found / total
+
+
+def _maps_of(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
+    """Masks (K, batch, 1, …) at the size of latents ``noise``; None if no model has one."""
+    batch, size = len(noise), noise.shape[-2:]
+    masks = list[Tensor | None]()
+    for one in models:
+        if one.mask is None:
+            masks.append(None)
+            continue
+        mask = one.mask.reshape(-1, 1, *one.mask.shape[-2:]).to(noise.device, torch.float32)
+        mask = torch.nn.functional.interpolate(mask, size, mode="bilinear").clamp(0, 1)
+        repeats = -(-batch // len(mask))
+        mask = mask.repeat(repeats, 1, 1, 1)[:batch]
+        masks.append(mask.reshape(batch, 1, *[1] * (noise.ndim - 4), *size))
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    free = (1 - torch.stack(given).sum(0)).clamp(0, 1)
+    return torch.stack([free if mask is None else mask for mask in masks])
+
+
+def _with_own_controls(cond: dict[str, Any], known: dict[int, Any]) -> dict[str, Any]:
+    """The conditioning with ControlNets of its own, which keep the noise levels of one model."""
+    own = cond.copy()
+    if own.get("control") is not None:
+        own["control"] = _own_control(own["control"], known)
+    return own
+
+
+def _own_control(control: Any, known: dict[int, Any]) -> Any:
+    if id(control) not in known:
+        twin = control.copy()
+        if control.previous_controlnet is not None:
+            twin.set_previous_controlnet(_own_control(control.previous_controlnet, known))
+        known[id(control)] = twin
+    return known[id(control)]
+
+
+def _check_width(patcher: Any, conds: Conds, number: int) -> None:
+    """Refuse texts of another encoder, where a model says how wide its texts are."""
+    config = getattr(patcher.model.model_config, "unet_config", {})
+    width = config.get("context_dim")
+    for listed in conds.values():
+        for cond in listed:
+            text = cond.get("cross_attn")
+            if isinstance(width, int) and text is not None and text.shape[-1] != width:
+                raise HddmError(
+                    f"model {number} takes texts of width {width}, and gets one of {text.shape[-1]}; encode "
+                    f"the prompts with its own text encoder and connect them to this model's positive and "
+                    "negative"
+                )
+
+
+@contextlib.contextmanager
+def _percents_of(first: Any, levels: Levels, sampling: Any, own: Levels) -> Iterator[None]:
+    """Let percents mean noise levels of the ``first`` model, which the sampler counts by.
+
+    ConditioningSetTimestepRange, ControlNets and hooks ask ``sampling`` for the sigma of a percent.
+    """
+    if sampling is first:
+        yield
+        return
+    by_itself = sampling.percent_to_sigma
+
+    def percent_to_sigma(percent: float) -> float:
+        if percent <= 0 or percent >= 1:
+            return float(by_itself(percent))
+        t = levels.times(torch.tensor(float(first.percent_to_sigma(percent))))
+        return float(own.sigmas(t))
+
+    sampling.percent_to_sigma = percent_to_sigma
+    try:
+        yield
+    finally:
+        del sampling.percent_to_sigma
+
+
+def _rows_of(conds: Sequence[Any], rows: Tensor, batch: int) -> list[Any] | None:
+    """``conds`` for the pictures ``rows`` of a batch; None where they are of the whole batch alone."""
+    found: list[Any] = []
+    for listed in conds:
+        if listed is None:
+            found.append(None)
+            continue
+        some = []
+        for cond in listed:
+            if any(name in cond for name in ("control", "gligen", "hooks")):
+                return None
+            own = cond.copy()
+            mask = own.get("mask")
+            if mask is not None and len(mask) == batch:
+                own["mask"] = mask[rows.to(mask.device)]
+            own["model_conds"] = {}
+            for name, value in cond["model_conds"].items():
+                part = _value_rows(value, rows, batch)
+                if part is None:
+                    return None
+                own["model_conds"][name] = part
+            some.append(own)
+        found.append(some)
+    return found
+
+
+def _value_rows(value: Any, rows: Tensor, batch: int) -> Any:
+    held = value.cond
+    if not isinstance(held, Tensor):
+        # Lists are of the whole batch; constants are for every picture.
+        return None if isinstance(held, list) else value
+    if held.ndim == 0 or len(held) == 1:
+        return value
+    if len(held) != batch:
+        return None
+    return value._copy_with(held[rows.to(held.device)])

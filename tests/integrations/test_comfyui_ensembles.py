@@ -1,0 +1,99 @@
+"""Ensembles as networks of ComfyUI's, called as its samplers call them."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.pipelines.pipeline import HDDMPipeline
+from integrations.comfyui.ensembles import PREFIX, Decoder, EnsembleNetwork, PromptReader
+from tests.ensemble_files import flow_expert, write_ensemble
+
+STEPS, SEED = 4, 5
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> HDDMPipeline:
+    folder = tmp_path_factory.mktemp("ensemble")
+    experts = [flow_expert(seed, num_classes=3) for seed in range(2)]
+    found = HDDMPipeline.from_pretrained(write_ensemble(folder, experts))
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def conditions_of(pipe: HDDMPipeline, text: str, num: int) -> dict[str, Tensor]:
+    """What ComfyUI hands to the network of a prompt, repeated to the batch."""
+    ((_, facts),) = PromptReader(pipe).encode_from_tokens_scheduled(text)
+    given: Mapping[str, Tensor] = facts.get("hddm", {})
+    return {PREFIX + name: value.expand(num, *value.shape[1:]) for name, value in given.items()}
+
+
+def sampled(
+    network: EnsembleNetwork, x: Tensor, pipe: HDDMPipeline, text: str, cfg: float
+) -> Tensor:
+    """Euler's method as ComfyUI has it: the branches of guidance have other conditions, so two calls."""
+    network.begin(SEED)
+    times = torch.linspace(1, 0, STEPS + 1)
+    for now, then in itertools.pairwise(times):
+        at = torch.full((len(x),), 1000 * float(now))
+        found = []
+        for branch, words in ((0, text), (1, "")):
+            options = {"cond_or_uncond": [branch]}
+            given = conditions_of(pipe, words, len(x))
+            found.append(network(x, at, transformer_options=options, **given))
+        with_text, without = found
+        x = x + (then - now) * (without + cfg * (with_text - without))
+    return x
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full", "top-1", "commit-0.6"])
+@pytest.mark.parametrize(("text", "cfg"), [("", 1.0), ("cat", 1.0), ("dog", 2.0)])
+def test_samples_are_those_of_the_pipeline(
+    pipe: HDDMPipeline, strategy: str, text: str, cfg: float
+) -> None:
+    noise = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"guidance_scale": cfg, "strategy": strategy, "seed": SEED}
+    asked: dict[str, Any] = {"prompt": text} if text else {}
+    wanted = pipe(
+        **asked,
+        **how,
+        num_images_per_prompt=6,
+        latents=noise,
+        num_inference_steps=STEPS,
+        solver="euler",
+        output_type="latent",
+    ).images
+    with torch.no_grad():
+        network = EnsembleNetwork(pipe.ensemble.under(strategy), None)
+        found = sampled(network, noise, pipe, text, cfg)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_one_expert_alone_makes_all_pictures(pipe: HDDMPipeline) -> None:
+    x, at = torch.randn(2, 3, 4, 4), torch.tensor([500.0, 500.0])
+    with torch.no_grad():
+        found = EnsembleNetwork(pipe.ensemble, 1)(x, at)
+        wanted = pipe.ensemble.experts[1].velocity(x, torch.tensor(0.5))
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_both_branches_in_one_batch_have_the_experts_of_the_prompt(pipe: HDDMPipeline) -> None:
+    x, at = torch.randn(3, 3, 4, 4), torch.full((3,), 500.0)
+    labels = torch.tensor([0, 1, 2])
+    network = EnsembleNetwork(pipe.ensemble.under("draw"), None)
+    network.begin(SEED)
+    both = {f"{PREFIX}class_labels": labels.repeat(2)}
+    options = {"cond_or_uncond": [1, 0]}
+    with torch.no_grad():
+        found = network(x.repeat(2, 1, 1, 1), at.repeat(2), transformer_options=options, **both)
+    first, second = found.chunk(2)
+    assert torch.allclose(first, second, atol=1e-6)
+
+
+def test_pictures_are_decoded_to_rows_of_colours(pipe: HDDMPipeline) -> None:
+    decoder = Decoder(pipe, 0)
+    pictures = torch.rand(2, 4, 4, 3)
+    assert torch.allclose(decoder.decode(decoder.encode(pictures)), pictures, atol=1e-6)

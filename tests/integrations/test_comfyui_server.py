@@ -1,0 +1,109 @@
+"""The node that asks ``hddm serve``, with the service's own front behind a real address."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from PIL import Image
+from starlette.requests import Request
+
+from hddm.pipelines.samples import sample_to_folder
+from hddm.settings import SampleSettings
+from hddm.utils.errors import HddmError
+from integrations.comfyui.server import Server
+from tests.ensemble_files import flow_expert, write_ensemble
+from tests.serving.test_front import front_of
+
+ASKED: dict[str, Any] = {
+    "prompt": "",
+    "size": "auto",
+    "n": 2,
+    "seed": 3,
+    "guidance_scale": 1.0,
+    "strategy": "draw",
+    "expert": "",
+    "strength": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_ensemble(tmp_path_factory.mktemp("served"), [flow_expert(0), flow_expert(1)])
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    front = front_of(folder, token="secret" * 6)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        response = await front(Request(scope, receive))
+        await response(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    (socket,) = server.servers[0].sockets
+    yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDDM_TOKEN", "secret" * 6)
+
+
+def test_pictures_are_those_of_hddm_sample(address: str, folder: Path, tmp_path: Path) -> None:
+    (pictures,) = Server().make(address, **ASKED)
+    settings = SampleSettings(num_images=2, seed=3, strategy="draw", device="cpu")
+    sample_to_folder(folder, tmp_path / "out", settings)
+    files = sorted((tmp_path / "out").glob("*.png"))
+    wanted = [np.asarray(Image.open(path).convert("RGB"), dtype=np.float32) for path in files[:2]]
+    assert pictures.shape == (2, 4, 4, 3)
+    assert (pictures * 255 - torch.from_numpy(np.stack(wanted))).abs().max() <= 1
+
+
+def test_a_picture_of_strength_0_comes_back(address: str) -> None:
+    picture = torch.rand(1, 4, 4, 3, generator=torch.Generator().manual_seed(0))
+    (found,) = Server().make(address, **{**ASKED, "n": 1, "strength": 0.0}, image=picture)
+    assert (found - picture).abs().max() < 0.01
+
+
+def test_a_mask_keeps_what_it_leaves_free(address: str) -> None:
+    picture = torch.rand(1, 4, 4, 3, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(1, 4, 4)
+    mask[:, :, :2] = 1
+    changes = {**ASKED, "n": 1, "strength": 1.0}
+    (found,) = Server().make(address, **changes, image=picture, mask=mask)
+    assert (found - picture)[:, :, 2:].abs().max() < 0.01
+    assert (found - picture)[:, :, :2].abs().max() > 0.05
+
+
+def test_what_the_server_refuses_is_said_in_its_words(address: str) -> None:
+    with pytest.raises(HddmError, match="strategy") as error:
+        Server().make(address, **{**ASKED, "strategy": "best"})
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_token_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDDM_TOKEN", "other")
+    with pytest.raises(HddmError, match="token"):
+        Server().make(address, **ASKED)
+
+
+def test_no_server_is_told_with_the_command_that_starts_one() -> None:
+    with pytest.raises(HddmError, match="start one with: hddm serve ENSEMBLE"):
+        Server().make("http://127.0.0.1:9", **ASKED)
+
+
+def test_a_mask_without_a_picture_is_refused(address: str) -> None:
+    with pytest.raises(HddmError, match="connect image as well"):
+        Server().make(address, **ASKED, mask=torch.ones(1, 4, 4))
