@@ -29,6 +29,8 @@ import sys, torch
 sys.path.insert(0, ".")
 import comfy.options
 comfy.options.enable_args_parsing(False)
+from comfy.cli_args import args
+args.cpu = True
 import comfy.ops
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors.torch import save_file

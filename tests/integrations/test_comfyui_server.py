@@ -1,5 +1,6 @@
 """The node that asks ``hddm serve``, with the service's own front behind a real address."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from integrations.comfyui.server import Server
 from tests.ensemble_files import flow_expert, write_ensemble
 from tests.serving.test_front import front_of
 
+TOKEN = "secret" * 6
 ASKED: dict[str, Any] = {
     "prompt": "",
     "size": "auto",
@@ -39,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    front = front_of(folder, token="secret" * 6)
+    front = front_of(folder, token=hashlib.sha256(TOKEN.encode()).hexdigest())
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         response = await front(Request(scope, receive))
@@ -58,7 +60,7 @@ def address(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDDM_TOKEN", "secret" * 6)
+    monkeypatch.setenv("HDDM_TOKEN", TOKEN)
 
 
 def test_pictures_are_those_of_hddm_sample(address: str, folder: Path, tmp_path: Path) -> None:
