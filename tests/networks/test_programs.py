@@ -185,7 +185,14 @@ def _random(make: Callable[[], nn.Module]) -> nn.Module:
     return network
 
 
-@pytest.fixture(scope="module", params=list(NETWORKS))
+# What the others export, these do too.
+_LONG = ("UNet2DModel", "DiT")
+_PARAMS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in _LONG else []) for name in NETWORKS
+]
+
+
+@pytest.fixture(scope="module", params=_PARAMS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     make, channels, conditions = NETWORKS[request.param]
     network = _random(make)
