@@ -83,8 +83,8 @@ DRAWN = RecommendedStrategy(
 )
 WEIGHED = RecommendedStrategy(
     "full",
-    "the default where weights by noise level mix experts of the same data: the mix was ahead of one expert "
-    "per image by errors, bits per dimension and distance",
+    "the default where weights by noise level mix experts of the same data: the mix had fewer bits per "
+    "dimension than one expert per image, and samples nearer to real images",
 )
 
 
