@@ -87,6 +87,10 @@ def acceptance(
             f"downloads up to {gigabytes():.0f} GB, and needs as much again for experts; "
             f"{free:.0f} GB are free"
         )
+    else:
+        typer.echo("makes stand-ins of the published models first, which takes a minute")
+    listed = f"{len(stages)} stages on {device}; each prints its goals and figures when it ends"
+    typer.echo(f"{listed}, and is not run again by the same command")
     report = Report(kit, command(), out)
     page = report.write()
     with prepared(kit) as ready:

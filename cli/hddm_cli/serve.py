@@ -8,6 +8,7 @@ import typer
 from pydantic import BeforeValidator, Field
 
 from hddm.settings import Described, Positive, ServeSettings, Shown
+from hddm.utils.errors import counted
 from hddm_cli.options import DryRun, Model
 from hddm_cli.usage import show
 
@@ -77,7 +78,7 @@ def serve(
     def ready(names: Sequence[str]) -> None:
         shown = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
         typer.echo(
-            f"{ensemble}: {len(names)} experts ({', '.join(names)}) answer; Ctrl-C ends this"
+            f"{ensemble}: {counted(len(names), 'expert')} ready ({', '.join(names)}); Ctrl-C ends this"
         )
         header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
         typer.echo(

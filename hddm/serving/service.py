@@ -106,7 +106,7 @@ def serve(
                 f"`ray` {address}: Ray Serve runs {', '.join(running)} there already; end it first (where it "
                 "was started, or with serve shutdown), or use another cluster"
             )
-        log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
+        log.info("%s: starts %s; each reads its own weights", folder, counted(len(names), "expert"))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
