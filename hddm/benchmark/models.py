@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hddm.benchmark.lines import names_in
 from hddm.benchmark.steps import Step
-from hddm.experts.assembly import DRAWN, default_strategy, kept_of, left_of
+from hddm.experts.assembly import DRAWN, kept_of, left_of, named_router
 from hddm.experts.decisions import with_settings
 from hddm.experts.ensemble_folders import Member, name_of, read_ensemble_record
 from hddm.experts.expert import Expert, experts_in
@@ -196,7 +196,7 @@ class Models:
         values = step.values
         added = [self._member_at(step, path) for path in values["add"]]
         has_router: bool | None = values["router"] is not None
-        strategy = default_strategy(values["router"]).name
+        strategy = named_router(values["router"]).default_strategy.name
         if len(values["experts"]) == 1 and self._may_be_ensemble(step, values["experts"][0]):
             before = self.at(step, values["experts"][0])
             if before is None:

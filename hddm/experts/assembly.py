@@ -88,14 +88,6 @@ WEIGHED = RecommendedStrategy(
 )
 
 
-def default_strategy(router: str | None) -> RecommendedStrategy:
-    """What a new folder with this router recommends: a folder, ``moments``, ``reliability``, or None.
-
-    An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at x_t.
-    """
-    return WEIGHED if router == RELIABILITY else DRAWN
-
-
 PIPELINE_FILE = "pipeline.py"
 PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
 
@@ -131,6 +123,15 @@ class Routing:
     def is_absent(self) -> bool:
         """True if nothing routes, so that one expert is drawn per sample."""
         return self.folder is None and self.evidence is None and not self.by_reliability
+
+    @property
+    def default_strategy(self) -> RecommendedStrategy:
+        """What a new folder with it recommends.
+
+        An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at
+        x_t.
+        """
+        return WEIGHED if self.by_reliability else DRAWN
 
     @property
     def name(self) -> str | None:
@@ -180,10 +181,11 @@ def assemble(
     """
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
     opened = read_experts(experts, members)
-    chosen = default_strategy(None if router is None else str(router))
+    routing = named_router(router)
+    chosen = routing.default_strategy
     if settings.strategy is not None:
         chosen = RecommendedStrategy(settings.strategy)
-    return write_ensemble(opened, out, named_router(router), chosen, overwrite, settings)
+    return write_ensemble(opened, out, routing, chosen, overwrite, settings)
 
 
 def named_router(router: str | Path | None) -> Routing:

@@ -184,15 +184,12 @@ def _exact_trace(v: Tensor, x: Tensor) -> Tensor:
     dimensions = x[0].numel()
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     at_once = max(ROWS // len(x), 1)
+    directions = torch.eye(dimensions, dtype=v.dtype, device=v.device)
     for begin in range(0, dimensions, at_once):
-        places = torch.arange(begin, min(begin + at_once, dimensions), device=v.device)
-        units = torch.zeros(len(places), 1, dimensions, dtype=v.dtype, device=v.device)
-        units[torch.arange(len(places)), 0, places] = 1
-        weights = units.expand(-1, len(v), -1).unflatten(2, v.shape[1:])
-        is_kept = begin + at_once < dimensions
-        products = _products(v, x, weights, is_kept).flatten(2)
-        own = places[:, None, None].to(products.device).expand(-1, len(v), 1)
-        total += products.gather(2, own).squeeze(2).double().sum(0)
+        end = min(begin + at_once, dimensions)
+        weights = directions[begin:end, None].expand(-1, len(v), -1).unflatten(2, v.shape[1:])
+        products = _products(v, x, weights, is_kept=end < dimensions).flatten(2)
+        total += products[..., begin:end].diagonal(dim1=0, dim2=2).double().sum(1)
     return total
 
 

@@ -51,7 +51,7 @@ def room_on(device: torch.device) -> Room | None:
     try:
         free, total = torch.accelerator.get_memory_info(device)
         reserved = torch.accelerator.memory_reserved(device)
-    # What a kind of device does not tell is a plain error; of any kind but the machine's own, a value's.
+    # The first where a device does not tell, the second for a kind that is not this machine's accelerator.
     except (RuntimeError, ValueError):
         return None
     return Room(f"the memory of {_name_of(device)}", total, free + reserved)
