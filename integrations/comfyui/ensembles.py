@@ -16,6 +16,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
 from .mixing import KEY
+from .widgets import strategy_widget
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,7 @@ class LoadEnsemble:
                     "STRING",
                     {"default": "", "tooltip": "Of an ensemble or expert, on ComfyUI's machine."},
                 ),
-                "strategy": (
-                    "STRING",
-                    {
-                        "default": "",
-                        "tooltip": "draw, full, top-2, nucleus-0.9, commit-0.8 and others; empty for the "
-                        "ensemble's own.",
-                    },
-                ),
+                "strategy": strategy_widget(),
                 "expert": (
                     "INT",
                     {

@@ -22,6 +22,8 @@ from torch import Tensor
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
+from .widgets import strategy_widget
+
 LIMIT = 3600.0
 """Seconds to wait for an answer."""
 
@@ -81,14 +83,7 @@ class Server:
                         "tooltip": "1 for none; what ComfyUI calls cfg.",
                     },
                 ),
-                "strategy": (
-                    "STRING",
-                    {
-                        "default": "",
-                        "tooltip": "draw, full, top-2, nucleus-0.9, commit-0.8 and others; empty for the "
-                        "ensemble's own.",
-                    },
-                ),
+                "strategy": strategy_widget(),
                 "expert": (
                     "STRING",
                     {
