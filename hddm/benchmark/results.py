@@ -353,21 +353,21 @@ class Results(Record):
         return [one for one in self.comparisons if one.table == table and one.kind == "model"]
 
     @property
-    def few(self) -> set[str]:
-        """Rows of no more images than features."""
+    def few(self) -> list[str]:
+        """Rows of no more images than features, in the order of their tables."""
         return self._few(self.decides)
 
     @property
-    def few_by_second(self) -> set[str]:
-        """Rows of no more images than second features."""
+    def few_by_second(self) -> list[str]:
+        """Rows of no more images than second features, in the order of their tables."""
         return self._few(f"{SECOND}{self.decides}")
 
-    def _few(self, path: str) -> set[str]:
-        found = set()
+    def _few(self, path: str) -> list[str]:
+        found = []
         for row in self.rows:
             distance = row.figure(path)
-            if distance is not None and distance.few_images:
-                found.add(row.name)
+            if distance is not None and distance.few_images and row.name not in found:
+                found.append(row.name)
         return found
 
     @property
