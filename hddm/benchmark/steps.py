@@ -42,6 +42,8 @@ class StepKind(NamedTuple):
     """Progress of a step, about its milliseconds on one core."""
     units_an_image: float = 0.0
     """Further progress for each image that it is trained on, or makes."""
+    units_a_step: float = 0.0
+    """Further progress for each step of a training whose batch is always the same."""
     version: int = 1
     """Part of its steps' identities from 2 on; raised when this verb alone computes something else."""
 
@@ -61,7 +63,7 @@ STEP_KINDS = {
     ),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
-    "data old-model": StepKind(is_of_unknown_cost=True, units=30_000),
+    "data old-model": StepKind(is_of_unknown_cost=True, units_a_step=96.0),
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(
@@ -228,14 +230,17 @@ class Step:
     @property
     def units(self) -> int:
         """About how long it takes, in milliseconds of one core; networks differ, so it is a guess."""
-        images = 0
-        if self.kind.is_training:
+        images, steps = 0, 0
+        if self.kind.units_a_step:
+            steps = self.values["steps"]
+        elif self.kind.is_training:
             images = self.values["steps"] * self.values["batch_size"]
         elif self.verb == "sample":
             images = self.values["num_images"]
         elif self.verb == "evaluate" and self.values["features"] in _WIDE:
             return _WIDE[self.values["features"]]
-        return self.kind.units + round(images * self.kind.units_an_image)
+        further = images * self.kind.units_an_image + steps * self.kind.units_a_step
+        return self.kind.units + round(further)
 
     @property
     def values(self) -> Mapping[str, Any]:

@@ -72,6 +72,17 @@ def test_samples_on_the_grid_from_all_noise_are_made_again_and_no_training_is(
     assert now["scores/real"] == before["scores/real"]
 
 
+def test_a_training_by_diffusers_is_expected_to_take_as_long_as_one_of_ours(data: Path) -> None:
+    own = "train expert $all/shard_0 --objective ddpm --size tiny --steps 1500 --batch-size 32"
+    steps = {
+        **CONTENT["steps"],
+        "old": "data old-model $all/shard_0 --steps 1500",
+        "like-old": own,
+    }
+    found = _steps(data, steps=steps)
+    assert found["old"].units == found["like-old"].units > 100_000
+
+
 def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_path: Path) -> None:
     ours, other_seed = _steps(data), _steps(data, 1)
     assert ours["parts"].identity == other_seed["parts"].identity
