@@ -58,11 +58,46 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     arXiv:1706.08500 (FID), there on Inception features; on others it is not an FID.
     """
     product = b.root @ a.covariance @ b.root
-    cross = np.sqrt(np.linalg.eigvalsh((product + product.T) / 2).clip(0)).sum()
-    difference = a.mean - b.mean
-    distance = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * cross
+    return _distance(a.mean, np.trace(a.covariance), (product + product.T) / 2, b)
+
+
+def _distance(mean: Features, trace: float, product: Features, target: Gaussian) -> float:
+    """The distance, of a matrix with the eigenvalues of C_b^½ C_a C_b^½, perhaps without some zeros."""
+    cross = np.sqrt(np.linalg.eigvalsh(product).clip(0)).sum()
+    difference = mean - target.mean
+    distance = difference @ difference + trace + np.trace(target.covariance) - 2 * cross
     # Rounding leaves a distance of about -1e-6 between equal sets.
     return max(float(distance), 0.0)
+
+
+class Resampling:
+    """Distances of bootstrap draws of one side.
+
+    A draw of n rows has about 0.63 n different ones. Where these are fewer than the d features, C_a = Yᵀ Y of
+    as many rows Y, centred and scaled by how often each was drawn. Then C_b^½ C_a C_b^½ has the eigenvalues
+    of the smaller matrix (Y C_b^½) (Y C_b^½)ᵀ, and zeros.
+    """
+
+    def __init__(self, features: Features, target: Gaussian) -> None:
+        self._features, self._target = features.astype(np.float64), target
+
+    @cached_property
+    def _rooted(self) -> Features:
+        rooted: Features = self._features @ self._target.root
+        return rooted
+
+    def distance(self, rows: NDArray[np.int64]) -> float:
+        """Distance of the images with these numbers, each as often as it occurs."""
+        different, counts = np.unique(rows, return_counts=True)
+        if len(different) >= self._features.shape[1]:
+            return frechet_distance(Gaussian.of(self._features[rows]), self._target)
+        own, rooted = self._features[different], self._rooted[different]
+        weights = counts / len(rows)
+        mean = weights @ own
+        scale = np.sqrt(counts / (len(rows) - 1))[:, None]
+        trace = float(((scale * (own - mean)) ** 2).sum())
+        scaled = scale * (rooted - weights @ rooted)
+        return _distance(mean, trace, scaled @ scaled.T, self._target)
 
 
 class Distance(OpenRecord):
@@ -85,12 +120,12 @@ def measure(
     """
     target = Gaussian.of(reference)
     draws = np.random.default_rng(stream(seed, Use.BOOTSTRAP))
-    resampled = []
+    value = frechet_distance(Gaussian.of(features), target)
+    resampling, resampled = Resampling(features, target), []
     for _ in range(resamples):
         rows = draws.integers(len(features), size=len(features))
-        resampled.append(frechet_distance(Gaussian.of(features[rows]), target))
+        resampled.append(resampling.distance(rows))
     spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else None
-    value = frechet_distance(Gaussian.of(features), target)
     few = has_few(features.shape[1], (len(features), len(reference)))
     return Distance(value=value, half_width=spread, few_images=few)
 

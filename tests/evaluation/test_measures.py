@@ -13,6 +13,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from hddm.evaluation.measures import (
     Gaussian,
+    Resampling,
     frechet_distance,
     has_few,
     kernel_distance,
@@ -108,6 +109,18 @@ def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> No
     assert measured.half_width == pytest.approx(1.96 * np.std(others), rel=0.3)
     assert abs(measured.value - np.mean(others)) < 2 * measured.half_width
     assert not measured.few_images
+
+
+@pytest.mark.parametrize("num", [5, 20, 40, 400])
+def test_a_draw_of_few_images_is_measured_by_the_smaller_matrix(num: int) -> None:
+    """The same distance as of the drawn images themselves, with 20 features."""
+    features, target = _features(1, num, 20, shift=0.3), Gaussian.of(_features(0, 500, 20))
+    resampling = Resampling(features, target)
+    for seed in range(3):
+        rows = np.random.default_rng(seed).integers(num, size=num)
+        plain = frechet_distance(Gaussian.of(features[rows]), target)
+        # Eigenvalues that are zero up to rounding have roots of 1e-8.
+        assert resampling.distance(rows) == pytest.approx(plain, abs=1e-6)
 
 
 @pytest.mark.parametrize(("num", "other"), [(8, 100), (100, 8)])
