@@ -1,10 +1,12 @@
 """The questions of ``benchmarks.mixing``: their rows exist, and verdicts follow from gaps."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.mixing.__main__ import REGIMES, Digits, Row
+from benchmarks.mixing.__main__ import REGIMES, Digits, Row, denoised
 from benchmarks.mixing.verdicts import QUESTIONS, answers
 from hddm.objective.records import HeldOutScores
 
@@ -55,3 +57,16 @@ def test_verdicts_tell_ahead_behind_level_and_open_apart():
     assert verdict([0.1, -0.1, 0.12, -0.08, 0.02]) == "level"  # the interval is within a tenth
     assert verdict([0.5, 0.51, 0.49, 0.5, 0.52]) == "level"  # real, and too small to matter
     assert verdict([3.0, -2.0, 4.0, -1.0, 2.0]) == "open"
+
+
+def test_denoising_by_the_velocity_that_is_known_but_for_noise_has_its_ratio() -> None:
+    """x - t v of a velocity that is off by eps, of variance 0.25: the image is off by t eps."""
+    images = torch.rand(2000, 64, generator=torch.manual_seed(0)) * 2 - 1
+    noise = torch.randn(images.shape, generator=torch.manual_seed(1))
+    off = 0.5 * torch.randn(images.shape, generator=torch.manual_seed(2))
+    state, velocity = 0.8 * images + 0.2 * noise, noise - images + off
+    error = float((state - 0.2 * velocity - images).square().mean())
+    wanted = 10 * math.log10(4 / error)
+    scores = {"error at t = 0.2": float(off.square().mean()), "bits": 6.0}
+    found = denoised({"mix": {"0": scores}, "drawn": {"0": {"bits": 6.0}}})
+    assert found == {"mix": {"0": {"from t = 0.2": pytest.approx(wanted, abs=1e-4)}}}
