@@ -79,6 +79,7 @@ def main() -> None:
             "One model mixed with itself": checks.itself(pictures),
             "Models of one network": checks.from_one_network(pictures),
             "Exact denoisers, beside their sum in closed form": checks.in_closed_form(pictures),
+            "One Gaussian mixture by two objectives": checks.one_mixture(pictures),
             "One model for each picture": checks.one_per_picture(pictures),
             "LoRAs of one checkpoint": checks.patches(pictures),
             "Example workflows": checks.examples(pictures, keep),

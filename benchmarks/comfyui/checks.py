@@ -164,6 +164,22 @@ def in_closed_form(pictures: Pictures) -> Iterator[Row]:
             yield compared(f"circles by {objective} and squares by {other}: {name}", found, wanted)
 
 
+def one_mixture(pictures: Pictures) -> Iterator[Row]:
+    """Exact denoisers of one Gaussian mixture, by unlike objectives, mix to that mixture at any weights."""
+    curve = {"weight_1": "0.8: 3, 0.2: 1", "weight_2": "0.8: 1, 0.2: 2"}
+    for first, second in (("flow", "eps"), ("eps", "v"), ("v", "edm")):
+        steps = {
+            "a": model("circles", first),
+            "b": model("circles", second),
+            "mix": mix(**curve),
+        }
+        # Beyond the ends of its schedule an epsilon model is asked at the end, and not at these levels.
+        how = {"denoise": 0.8, "scheduler": "simple"} if first == "flow" else {}
+        alone = pictures.of(graph("a", steps, batch=4, cfg=1.0, **how))
+        found = pictures.of(graph("mix", steps, batch=4, cfg=1.0, **how))
+        yield compared(f"one mixture by {first} and by {second}: its own pictures", found, alone)
+
+
 def one_per_picture(pictures: Pictures) -> Iterator[Row]:
     """Under draw and commit pictures come from one model each, as if it were alone."""
     steps = {"a": model("circles", "eps"), "b": model("squares", "v"), "mix": mix(way="draw")}
