@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib import image as images
 from matplotlib import pyplot as plt
 
 from benchmarks.comfyui import checks
 from benchmarks.comfyui.checks import Pictures, Row
-from benchmarks.comfyui.server import Comfy, QueueError, running
+from benchmarks.comfyui.server import QueueError, running
 from benchmarks.harness import RESULTS, Start
 from benchmarks.reports import table
 from hddm.utils.errors import HddmError
@@ -73,7 +72,7 @@ def main() -> None:
         pictures = Pictures(comfy)
 
         def keep(name: str, graph: Mapping[str, Any]) -> None:
-            shown[name] = _images(comfy, graph)
+            shown[name] = comfy.images_of(comfy.run(graph)["save"])
 
         todo = {
             "One model mixed with itself": checks.itself(pictures),
@@ -87,6 +86,8 @@ def main() -> None:
             # Loading an ensemble imports all of hddm.
             "The pack": checks.the_pack(comfy),
             "Ensembles": checks.ensembles(pictures, comfy.base / "user"),
+            "Example of an ensemble": checks.example_of_an_ensemble(pictures, comfy.base / "user"),
+            "Example of a server": checks.example_of_a_server(comfy, comfy.base / "user"),
         }
         for name, rows in todo.items():
             sections[name] = list(_told(rows))
@@ -140,15 +141,6 @@ def _lines(system: Mapping[str, Any], sections: Mapping[str, list[Row]]) -> list
         ]
         lines += ["", f"## {name}", "", *table(["check", "found", ""], words)]
     return lines
-
-
-def _images(comfy: Comfy, graph: Mapping[str, Any]) -> list[Any]:
-    outputs = comfy.run(graph)
-    found = []
-    for one in outputs["save"]["images"]:
-        path = comfy.base / "output" / one["subfolder"] / one["filename"]
-        found.append(images.imread(path))
-    return found
 
 
 def _figure(shown: Mapping[str, list[Any]]) -> Any:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.comfyui.server import PACK, Comfy, QueueError
-from benchmarks.comfyui.workflows import Api, api_of, workflows
+from benchmarks.comfyui.server import PACK, Comfy, QueueError, serving
+from benchmarks.comfyui.workflows import Api, api_of, mixes, workflows
 from hddm.pipelines.pipeline import HDDMPipeline
 from tests.ensemble_files import flow_expert, write_ensemble
 
@@ -277,7 +278,7 @@ def examples(pictures: Pictures, keep: Callable[[str, Api], None]) -> Iterator[R
         "two-regions": {**guided, "is_halved": True},
         "two-text-encoders": {"cfg_circles": 3.0, "cfg_squares": 1.5},
     }
-    for name, steps in workflows().items():
+    for name, steps in mixes().items():
         encoder = "other" if name == "two-text-encoders" else "one"
         objectives = ("eps", "v") if name == "one-model-per-picture" else both
         made = with_test_models(api_of(steps), objectives, encoder)
@@ -296,6 +297,40 @@ def examples(pictures: Pictures, keep: Callable[[str, Api], None]) -> Iterator[R
         wanted["mix"] = blend(objectives[0], **expected[name])
         wanted["sample"]["inputs"]["cfg"] = 1.0
         yield compared(f"example {name}, beside the sum in closed form", found, pictures.of(wanted))
+
+
+def example_of_an_ensemble(pictures: Pictures, folder: Path) -> Iterator[Row]:
+    """The example of Load hddm Ensemble gives the pictures of hddm's own pipeline, from the same noise."""
+    path = write_ensemble(folder / "example", [flow_expert(seed) for seed in range(2)])
+    made = api_of(workflows()["ensemble"])
+    made["a"]["inputs"]["folder"] = str(path)
+    pipe = HDDMPipeline.from_pretrained(path)
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.randn((4, *pipe.ensemble.sample_shape), generator=torch.manual_seed(5))
+    how: Api = {"num_inference_steps": 25, "solver": "euler", "output_type": "latent"}
+    wanted = pipe(num_images_per_prompt=4, seed=5, latents=noise, **how).images
+    yield compared("example ensemble, beside hddm's pipeline", pictures.of(made), wanted)
+
+
+def example_of_a_server(comfy: Comfy, folder: Path) -> Iterator[Row]:
+    """The example of hddm Server, with a real service: what the mask leaves free stays as it is."""
+    path = write_ensemble(folder / "served", [flow_expert(seed) for seed in range(2)])
+    with serving(path) as address:
+        made = api_of(workflows()["server"])
+        for node in made.values():
+            if node["class_type"] == "HDDMServer":
+                node["inputs"]["address"] = address
+        outputs = comfy.run(made)
+    first, *_ = comfy.images_of(outputs["save"])
+    edited = comfy.images_of(outputs["save_edited"])
+    yield Row("example server: pictures", f"{len(edited)}", len(edited) == 4)
+    half = first.shape[1] // 2
+    kept = max(int(np.abs(one[:, :half] - first[:, :half]).max()) for one in edited)
+    changed = min(int(np.abs(one[:, half:] - first[:, half:]).max()) for one in edited)
+    yield Row("example server: the left half stays", f"off by {kept} of 255", kept <= 1)
+    yield Row(
+        "example server: the right half changes", f"by {changed} of 255 at least", changed > 1
+    )
 
 
 def _nearest(found: Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -355,6 +390,32 @@ def ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
         ).images
         what = f"an ensemble under {strategy}, {text or 'no prompt'}, cfg {cfg:g}, beside hddm's pipeline"
         yield compared(what, pictures.of(made), wanted)
+    yield from _mixed_ensembles(pictures, folder)
+
+
+def _mixed_ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
+    """Two ensembles in one mix: each picture has the model, and in it the expert, that it has alone."""
+    steps: Api = {}
+    for name, seeds in (("a", (0, 1)), ("b", (2, 3))):
+        path = write_ensemble(folder / name, [flow_expert(seed) for seed in seeds])
+        loader = {"folder": str(path), "strategy": "draw", "expert": -1, "batch_size": 8}
+        steps[name] = {"class_type": "HDDMLoadEnsemble", "inputs": loader}
+    how = {"cfg": 1.0, "steps": 4, "scheduler": "simple", "latent_image": ["a", 3]}
+    texts = {
+        name: {"class_type": "CLIPTextEncode", "inputs": {"clip": ["a", 1], "text": ""}}
+        for name in ("prompt", "negative")
+    }
+    alone = [pictures.of({**graph(one, steps, **how), **texts}) for one in "ab"]
+    for way in ("draw", "commit"):
+        # At level 1 a commit is a draw, by the same coin.
+        steps["mix"] = mix(way=way, commit_at=1.0)
+        found = pictures.of({**graph("mix", steps, **how), **texts})
+        nearest = _nearest(found, *alone)
+        is_b = (nearest == alone[1]).flatten(1).all(1)
+        yield compared(f"two ensembles by {way}: each picture is that of one alone", found, nearest)
+        yield Row(
+            f"two ensembles by {way}: both", f"{int(is_b.sum())} of 8", 0 < int(is_b.sum()) < 8
+        )
 
 
 def the_pack(comfy: Comfy) -> Iterator[Row]:

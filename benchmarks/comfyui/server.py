@@ -1,5 +1,6 @@
 """ComfyUI as a process of its own, in a folder of its own, asked over its API."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,10 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
 from integrations.build_pack import build
 
 PACK = "hddm-nodes"
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 _HIDING = """
 import sys
 from pathlib import Path
@@ -67,6 +73,37 @@ class Comfy:
                 return _outputs(history[number])
             time.sleep(0.05)
         raise QueueError(f"not finished within {limit:g} s")
+
+    def images_of(self, output: Mapping[str, Any]) -> list[NDArray[np.int64]]:
+        """Pictures (H, W, 3) that a node saved."""
+        found = []
+        for one in output["images"]:
+            with Image.open(self.base / "output" / one["subfolder"] / one["filename"]) as picture:
+                found.append(np.asarray(picture.convert("RGB"), dtype=np.int64))
+        return found
+
+
+@contextmanager
+def serving(model: Path, port: int = 8196) -> Iterator[str]:
+    """The address of an ``hddm serve`` of ``model``, in a process of its own."""
+    command = [sys.executable, "-c", "from hddm_cli.app import app; app()", "serve", str(model)]
+    process = subprocess.Popen([*command, "--port", str(port)], cwd=ROOT)
+    address, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
+    try:
+        while True:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{address}/healthz") as there,
+            ):
+                if there.status == 200:
+                    break
+            if process.poll() is not None or time.monotonic() > end:
+                raise QueueError(f"{' '.join(command)}: did not start")
+            time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=120)
 
 
 def _outputs(entry: Mapping[str, Any]) -> dict[str, Any]:

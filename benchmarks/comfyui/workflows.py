@@ -8,18 +8,24 @@ that a running ComfyUI gives. `Step` says what a workflow contains.
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from benchmarks.comfyui.server import running
+from integrations.comfyui.service import EXAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "integrations" / "comfyui" / "example_workflows"
 PICTURES = ROOT / "docs" / "images"
 Api = dict[str, Any]
 PROMPT = "a red sign"
+THUMBNAIL = 640
+"""Longer side of the picture of a template."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,21 @@ def _two() -> dict[str, Step]:
 
 def workflows() -> dict[str, dict[str, Step]]:
     """The examples, by name."""
+    return {**mixes(), "ensemble": _ensemble(), "server": _server()}
+
+
+NOTES = {
+    "ensemble": "Write the folder of an ensemble or expert into Load hddm Ensemble. Its latent has the right "
+    "size. A prompt is for models that take text or classes; leave it empty for others, and cfg at 1.",
+    "server": "Start the service first: hddm serve ENSEMBLE. The first node makes pictures, the second one "
+    "changes the right half of the first picture. A picture of your own comes from Load Image.",
+}
+"""What a user has to do first, by workflow."""
+MIXED_NOTE = "Choose your two checkpoints in the loaders: two models of one latent format."
+
+
+def mixes() -> dict[str, dict[str, Step]]:
+    """Those of Mix Models."""
     own = {
         "prompt_b": Step("CLIPTextEncode", 1, {"clip": ("b", 1), "text": PROMPT}, "Prompt for B"),
         "negative_b": Step("CLIPTextEncode", 1, {"clip": ("b", 1), "text": ""}, "Negative for B"),
@@ -107,6 +128,43 @@ def workflows() -> dict[str, dict[str, Step]]:
     }
 
 
+def _ensemble() -> dict[str, Step]:
+    """An ensemble by hddm's own steps."""
+    folder = {"folder": "path/of/an/ensemble", "strategy": "", "expert": -1, "batch_size": 4}
+    links = {"positive": ("prompt", 0), "negative": ("negative", 0), "latent_image": ("a", 3)}
+    how = {"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    inputs = {"model": ("a", 0), **links, "seed": 5, "steps": 25, "cfg": 1.0, **how}
+    return {
+        "a": Step("HDDMLoadEnsemble", 0, folder),
+        "prompt": Step("CLIPTextEncode", 1, {"clip": ("a", 1), "text": ""}, "Prompt or class"),
+        "negative": Step("CLIPTextEncode", 1, {"clip": ("a", 1), "text": ""}, "No condition"),
+        "sample": Step("KSampler", 2, inputs),
+        "decode": Step("VAEDecode", 3, {"samples": ("sample", 0), "vae": ("a", 2)}),
+        "save": Step("SaveImage", 4, {"images": ("decode", 0), "filename_prefix": "ensemble"}),
+    }
+
+
+def _server() -> dict[str, Step]:
+    """Pictures of a service, and one of them with another right half."""
+    asked = {"address": EXAMPLE, "prompt": "", "size": "auto", "n": 4, "guidance_scale": 1.0}
+    asked |= {"strategy": "", "expert": "", "strength": 0.8}
+    empty = {"value": 0.0, "width": 512, "height": 512}
+    half = {"value": 1.0, "width": 256, "height": 512}
+    beside = {"destination": ("nowhere", 0), "source": ("half", 0), "x": 256, "y": 0}
+    edit = {**asked, "seed": 6, "image": ("one", 0), "mask": ("right", 0)}
+    first = {"image": ("made", 0), "batch_index": 0, "length": 1}
+    return {
+        "made": Step("HDDMServer", 0, {**asked, "seed": 5}, "Pictures of the service"),
+        "one": Step("ImageFromBatch", 1, first, "The first of them"),
+        "save": Step("SaveImage", 1, {"images": ("made", 0), "filename_prefix": "served"}),
+        "nowhere": Step("SolidMask", 0, empty, "Nowhere"),
+        "half": Step("SolidMask", 1, half, "Half"),
+        "right": Step("MaskComposite", 2, {**beside, "operation": "add"}, "Right half"),
+        "edited": Step("HDDMServer", 3, edit, "Another right half"),
+        "save_edited": Step("SaveImage", 4, {"images": ("edited", 0), "filename_prefix": "edited"}),
+    }
+
+
 def api_of(steps: Mapping[str, Step]) -> Api:
     """A workflow as ComfyUI's API takes it."""
     found = Api()
@@ -119,11 +177,13 @@ def api_of(steps: Mapping[str, Step]) -> Api:
 
 
 WIDTH, GAP = 300, 60
+NOTE = "Note"
+"""A text on ComfyUI's page, of which its server knows nothing."""
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN")
 """Types of inputs that are typed in; those with a list of choices are as well."""
 
 
-def page_of(steps: Mapping[str, Step], nodes: Mapping[str, Any]) -> Api:
+def page_of(steps: Mapping[str, Step], nodes: Mapping[str, Any], note: str) -> Api:
     """A workflow as ComfyUI's page saves it; ``nodes`` are the declarations of a running ComfyUI."""
     numbers = {name: k for k, name in enumerate(steps, 1)}
     links: list[list[Any]] = []
@@ -174,6 +234,22 @@ def page_of(steps: Mapping[str, Step], nodes: Mapping[str, Any]) -> Api:
             links.append([link, source["id"], output, target["id"], slot, entry["type"]])
             entry["link"] = link
             source["outputs"][output]["links"].append(link)
+    shown.append(
+        {
+            "id": len(shown) + 1,
+            "type": NOTE,
+            "pos": [60, heights[0]],
+            "size": [WIDTH, 160],
+            "flags": {},
+            "order": len(shown),
+            "mode": 0,
+            "inputs": [],
+            "outputs": [],
+            "title": "Before you run this",
+            "properties": {},
+            "widgets_values": [note],
+        }
+    )
     return {
         "last_node_id": len(shown),
         "last_link_id": len(links),
@@ -249,6 +325,10 @@ def draw(page: Mapping[str, Any], nodes: Mapping[str, Any], path: Path) -> None:
                 words = {"fontsize": 6.5, "va": "center", "ha": align, "color": grey}
                 axes.text(at[0] + shift, at[1], entry["name"], **words)
         top = y + 50 + 22 * max(len(node["inputs"]), len(node["outputs"]))
+        if node["type"] == NOTE:
+            text = textwrap.fill(node["widgets_values"][0], 37)
+            axes.text(x + 14, y + 36, text, fontsize=6.5, va="top", color="#444444")
+            continue
         for line, (name, value) in enumerate(_labelled(node, nodes[node["type"]])):
             at = top + 26 * line
             axes.text(x + 14, at, name, fontsize=6.5, va="center", color="#666666")
@@ -289,10 +369,15 @@ def main() -> None:
         nodes = comfy.get("/object_info")
     (EXAMPLES / "api").mkdir(parents=True, exist_ok=True)
     for name, steps in workflows().items():
-        page = page_of(steps, nodes)
+        page = page_of(steps, nodes, NOTES.get(name, MIXED_NOTE))
         (EXAMPLES / f"{name}.json").write_text(json.dumps(page, indent=1) + "\n")
         (EXAMPLES / "api" / f"{name}.json").write_text(json.dumps(api_of(steps), indent=1) + "\n")
-        draw(page, nodes, PICTURES / f"comfyui-{name}.png")
+        picture = PICTURES / f"comfyui-{name}.png"
+        draw(page, nodes, picture)
+        # ComfyUI shows it in its list of templates.
+        with Image.open(picture) as drawn:
+            drawn.thumbnail((THUMBNAIL, THUMBNAIL))
+            drawn.convert("RGB").save(EXAMPLES / f"{name}.jpg", quality=85)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ This node needs hddm with all its requirements; they are imported when it runs.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 
 from hddm.choice import Choice, pick_experts
 from hddm.noise import Seeded
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.streams import NUMBERS
 
-from .mixing import KEY
+from .mixing import BEGIN, ROWS
 from .widgets import strategy_widget
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,18 @@ class LoadEnsemble:
         self, folder: str, strategy: str, expert: int, batch_size: int
     ) -> tuple[Any, "PromptReader", "Decoder", dict[str, Tensor]]:
         """The model, its prompts, its VAE, and an empty latent."""
+        place = _place_of(folder)
+        if strategy.strip() and expert >= 0:
+            raise HddmError(
+                f"strategy {strategy!r} and expert {expert}: one expert alone has no strategy; choose one of "
+                "the two"
+            )
         from hddm.pipelines.pipeline import HDDMPipeline
 
-        pipe = HDDMPipeline.from_pretrained(folder)
+        pipe = HDDMPipeline.from_pretrained(place)
         ensemble = pipe.ensemble
-        if strategy:
-            ensemble = ensemble.under(strategy)
+        if strategy.strip():
+            ensemble = ensemble.under(strategy.strip())
         if expert >= len(ensemble.experts):
             raise HddmError(
                 f"expert {expert}: the experts of {folder} are 0 to {len(ensemble.experts) - 1}"
@@ -91,8 +98,24 @@ class LoadEnsemble:
         )
 
 
+def _place_of(folder: str) -> Path:
+    """The folder that a text names, pasted with quotes perhaps, as file managers copy it."""
+    text = folder.strip().strip("'\"").strip()
+    place = Path(text).expanduser()
+    if not text or not place.is_dir():
+        raise HddmError(
+            f"folder {folder!r}: there is no such folder on ComfyUI's machine; give the whole path of an "
+            "ensemble or expert folder"
+        )
+    return place
+
+
 class EnsembleNetwork(nn.Module):
-    """The velocity of an ensemble, called as ComfyUI calls the network of a flow model."""
+    """The velocity of an ensemble, called as ComfyUI calls the network of a flow model.
+
+    Each picture of a batch keeps its expert under ``draw`` and after a commit. A mix that asks for some
+    pictures of its batch alone names them in ``transformer_options`` (`ROWS`).
+    """
 
     dtype = torch.float32
 
@@ -103,12 +126,13 @@ class EnsembleNetwork(nn.Module):
         # ComfyUI moves what is registered here between its devices.
         self.parts = nn.ModuleList([one for one in modules if isinstance(one, nn.Module)])
         self._seed = 0
-        self._kept: Tensor | None = None
+        self._kept = dict[int, int]()
         self._weights: Tensor | None = None
 
     def begin(self, seed: int) -> None:
         """A new sampling."""
-        self._seed, self._kept, self._weights = seed, None, None
+        self._seed, self._weights = seed % NUMBERS, None
+        self._kept.clear()
 
     def forward(
         self,
@@ -128,8 +152,10 @@ class EnsembleNetwork(nn.Module):
             name.removeprefix(PREFIX): one for name, one in given.items() if name != PRIOR
         }
         times = (timesteps.double() / 1000).clamp(0, 1).cpu()
-        branches = (transformer_options or {}).get("cond_or_uncond", [0])
+        options = transformer_options or {}
+        branches = options.get("cond_or_uncond", [0])
         size = len(x) // len(branches)
+        pictures = options.get(ROWS, range(size))
         if 0 in branches or self._weights is None or len(self._weights) != size:
             # Both branches of guidance have the experts of the first, which reads the prompt.
             at = branches.index(0) * size if 0 in branches else 0
@@ -137,16 +163,21 @@ class EnsembleNetwork(nn.Module):
             prior = given.get(PRIOR)
             own = {name: value[rows] for name, value in conditions.items()}
             known = None if prior is None else prior[rows].cpu()
-            self._weights = self._weights_of(x[rows], times[rows], own, known)
+            self._weights = self._weights_of(x[rows], times[rows], own, known, pictures)
         choice = Choice(self._weights.repeat(len(branches), 1))
         inputs = self.ensemble.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
         velocity: Tensor = self.ensemble.mix(x, times, choice, inputs)
         return velocity
 
     def _weights_of(
-        self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor], prior: Tensor | None
+        self,
+        x: Tensor,
+        t: Tensor,
+        conditions: Mapping[str, Tensor],
+        prior: Tensor | None,
+        pictures: Sequence[int],
     ) -> Tensor:
-        """Weights (batch, K) of the experts, by the strategy."""
+        """Weights (batch, K) of the experts for these ``pictures`` of a batch, by the strategy."""
         ensemble, expert = self.ensemble, self.expert
         if expert is not None or len(ensemble.experts) == 1:
             one = torch.full((len(x),), expert or 0)
@@ -158,15 +189,16 @@ class EnsembleNetwork(nn.Module):
             mixing = ensemble if commits_at is None else ensemble.under("full")
             found = mixing.weights(x, t, None, conditions, prior)
             return found
-        if self._kept is None or len(self._kept) != len(x):
+        if any(number not in self._kept for number in pictures):
             if commits_at is None:
                 shares = ensemble.begun(x, 1.0, conditions, prior)
             else:
                 shares = ensemble.under("full").weights(x, t, None, conditions, prior)
-            draws = Seeded(self._seed).draws(range(len(x)))
-            self._kept = pick_experts(shares.double().cpu(), draws)
-            logger.info("hddm: the pictures are made by experts %s", self._kept.tolist())
-        found = ensemble.weights(x, t, self._kept, conditions)
+            drawn = pick_experts(shares.double().cpu(), Seeded(self._seed).draws(pictures)).tolist()
+            logger.info("hddm: pictures %s are made by experts %s", list(pictures), drawn)
+            self._kept.update(zip(pictures, drawn, strict=True))
+        kept = torch.tensor([self._kept[number] for number in pictures])
+        found = ensemble.weights(x, t, kept, conditions)
         return found
 
 
@@ -183,8 +215,15 @@ class PromptReader:
     def encode_from_tokens_scheduled(self, tokens: str, **options: Any) -> list[list[Any]]:
         """The conditioning of a prompt; the empty one is no condition."""
         facts: dict[str, Any] = {"pooled_output": None}
+        is_asked = bool(tokens.strip())
+        records = self._pipe.experts.records
+        if is_asked and not any(one.takes_text or one.takes_classes for one in records):
+            raise HddmError(
+                f"prompt {one_line(tokens, 60)!r}: this model takes no prompts; leave the text empty, and "
+                "cfg at 1"
+            )
         # Experts without a text get the empty one by themselves.
-        if tokens or self._pipe.takes_prompts:
+        if is_asked or self._pipe.takes_prompts:
             found = self._pipe.encode(prompt=tokens)
             conditions = dict(found.given)
             if found.prior is not None:
@@ -211,9 +250,13 @@ class Decoder:
 
         images = pixels[..., :3].movedim(-1, 1) * 2 - 1
         vae = self._pipe.vae_of(self._expert)
-        if vae is None:
-            return images
-        return latents_of(vae, images)
+        if vae is not None:
+            return latents_of(vae, images)
+        if self._pipe.ensemble.experts[self._expert].sample_shape[0] == 1:
+            # Grey as Pillow has it, which hddm reads pictures with.
+            weights = torch.tensor([0.299, 0.587, 0.114]).to(images).reshape(1, 3, 1, 1)
+            return (weights * images).sum(1, keepdim=True)
+        return images
 
 
 def _patcher(network: EnsembleNetwork, channels: int) -> Any:
@@ -251,8 +294,10 @@ def _patcher(network: EnsembleNetwork, channels: int) -> Any:
 
     def begin(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The seed is in the sampler's extra arguments, the third.
-        network.begin((args[2].get("seed") or 0) % NUMBERS)
+        network.begin(args[2].get("seed") or 0)
         return executor(*args, **kwargs)
 
-    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, f"{KEY}_ensemble", begin)
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, BEGIN, begin)
+    # For a mix, whose sampler runs the wrappers of its first model alone.
+    patcher.set_attachments(BEGIN, network.begin)
     return patcher

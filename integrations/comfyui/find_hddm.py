@@ -30,6 +30,6 @@ def find_hddm() -> None:
             sys.path.insert(0, str(place))
             return
     raise ImportError(
-        f"{HERE}: this folder has no hddm inside; build it by integrations/build_pack.py, or install hddm "
-        "into ComfyUI's Python: pip install --no-deps hddm-diffusion"
+        f"{HERE}: this folder has no hddm inside; make one that has, in a checkout of hddm: "
+        f"python integrations/build_pack.py {HERE}"
     )

@@ -28,7 +28,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
 from .levels import Levels, denoised_of
-from .mixing import KEY, ModelToMix
+from .mixing import BEGIN, KEY, ROWS, ModelToMix, maps_of
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,9 @@ class Mix:
         for k, guest in sorted(self._guests.items()):
             model = guest.patcher.model
             guest.patcher.pre_run()
+            begin = guest.patcher.get_attachment(BEGIN)
+            if begin is not None:
+                begin(seed or 0)
             own = Levels(model.model_sampling, f"model {k + 1}")
             with _percents_of(host.model_sampling, levels[0], model.model_sampling, own):
                 guest.conds = comfy.samplers.process_conds(
@@ -245,8 +248,8 @@ class Mix:
                 "a mix of models was asked outside of a sampler; this node works with single models alone"
             )
 
-        def ask_first(conds: Sequence[Any], x: Tensor, sigma: Tensor) -> Any:
-            return executor(model, conds, x, sigma, model_options)
+        def ask_first(conds: Sequence[Any], x: Tensor, sigma: Tensor, rows: Tensor | None) -> Any:
+            return executor(model, conds, x, sigma, _of_pictures(model_options, rows))
 
         return self._run.denoised(ask_first, conds, x_in, timestep)
 
@@ -269,7 +272,7 @@ class MixRun:
     ) -> None:
         self._models, self._strategy = mix.models, mix.strategy
         self._guider, self._levels, self._guests = guider, levels, guests
-        self._maps = _maps_of(mix.models, noise)
+        self._maps = _maps_beside(mix.models, noise)
         self._kept: Tensor | None = None
         if mix.strategy.keeps_one:
             at = torch.tensor([mix.strategy.value])
@@ -361,13 +364,15 @@ class MixRun:
         else:
             here, times = x, t
         matched = self._levels[k].matched(here, times)
+        asked = None if few is None else rows
         if k == 0:
-            pictures = ask_first(own, matched.x, matched.sigma)
+            pictures = ask_first(own, matched.x, matched.sigma, asked)
         else:
             guest = self._guests[k]
             guest.patcher.model.current_patcher = guest.patcher
+            options = _of_pictures(guest.options, asked)
             pictures = comfy.samplers.calc_cond_batch(
-                guest.patcher.model, own, matched.x, matched.sigma, guest.options
+                guest.patcher.model, own, matched.x, matched.sigma, options
             )
         velocities: list[Tensor | None] = []
         for name, picture in zip(wanted, pictures, strict=True):
@@ -412,30 +417,27 @@ class MixRun:
         total = found.sum(0)
         if not bool((total > 0).all()):
             raise HddmError(
-                "at this noise level there are places where no model has a weight; leave one model without "
-                "a mask, or give weights that are above 0 at every level"
+                "masks: at this size of latents there are places where no model has a weight; let the masks "
+                "meet, or leave one model without a mask"
             )
         return found / total
 
 
-def _maps_of(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
-    """Masks (K, batch, 1, …) at the size of latents ``noise``; None if no model has one."""
-    batch, size = len(noise), noise.shape[-2:]
-    masks = list[Tensor | None]()
-    for one in models:
-        if one.mask is None:
-            masks.append(None)
-            continue
-        mask = one.mask.reshape(-1, 1, *one.mask.shape[-2:]).to(noise.device, torch.float32)
-        mask = torch.nn.functional.interpolate(mask, size, mode="bilinear").clamp(0, 1)
-        repeats = -(-batch // len(mask))
-        mask = mask.repeat(repeats, 1, 1, 1)[:batch]
-        masks.append(mask.reshape(batch, 1, *[1] * (noise.ndim - 4), *size))
-    given = [mask for mask in masks if mask is not None]
-    if not given:
+def _of_pictures(options: dict[str, Any], rows: Tensor | None) -> dict[str, Any]:
+    """Options that say which pictures of the batch are asked for; None for all."""
+    if rows is None:
+        return options
+    to_network = {**options.get("transformer_options", {}), ROWS: rows.tolist()}
+    return {**options, "transformer_options": to_network}
+
+
+def _maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
+    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one."""
+    size = noise.shape[-2:]
+    maps = maps_of(models, len(noise), size, noise.device)
+    if maps is None:
         return None
-    free = (1 - torch.stack(given).sum(0)).clamp(0, 1)
-    return torch.stack([free if mask is None else mask for mask in masks])
+    return maps.reshape(len(models), len(noise), 1, *[1] * (noise.ndim - 4), *size)
 
 
 def _with_own_controls(cond: dict[str, Any], known: dict[int, Any]) -> dict[str, Any]:

@@ -8,28 +8,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 
 from .levels import Levels
-from .weights import WeightCurve, check_sum
+from .weights import WeightCurve, check_sum, levels_of
 
 MIX, DRAW, COMMIT = "mix", "draw", "commit"
 WAYS = [MIX, DRAW, COMMIT]
+CONTEXT = "context_handler"
 GUIDANCE_CHANGES = (
     "sampler_cfg_function",
     "sampler_pre_cfg_function",
     "sampler_post_cfg_function",
     "sampler_calc_cond_batch_function",
     "denoise_mask_function",
-    "context_handler",
+    CONTEXT,
 )
 """Options of a model that act on the sampler, of which a mix has one."""
 SAMPLER_WRAPPERS = ("outer_sample", "prepare_sampling", "sampler_sample", "predict_noise")
 KEY = "hddm"
 """Of this pack's wrappers and additional models in a patcher of ComfyUI's."""
+BEGIN = "hddm_ensemble"
+"""Of the wrapper and the attachment of an ensemble's patcher that begin a sampling."""
+ROWS = "hddm_pictures"
+"""Of the numbers of the pictures of a batch that a mix asks for, in ``transformer_options``."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,56 @@ def check(models: Sequence[ModelToMix], strategy: Strategy) -> None:
         raise HddmError(
             f"way {strategy.kind!r} gives a picture to one model; masks need the way 'mix'"
         )
+    _check_places(models)
     for k, one in enumerate(models, 1):
         _check_conditioning(one, k)
         Levels(one.model.get_model_object("model_sampling"), f"model {k}")
         _check_alone(one.model, k)
         _check_latents(models[0].model, one.model, k)
+
+
+def _check_places(models: Sequence[ModelToMix]) -> None:
+    """Refuse masks that leave a part of the picture without a model, at some noise level."""
+    sizes = [one.mask.shape[-2:] for one in models if one.mask is not None]
+    if not sizes:
+        return
+    batch = max(len(_masks_of(one.mask)) for one in models if one.mask is not None)
+    maps = maps_of(models, batch, sizes[0], "cpu")
+    assert maps is not None
+    for level in levels_of([one.weight for one in models]):
+        at = torch.tensor([level])
+        weights = torch.stack([one.weight.at(at) for one in models]).reshape(-1, 1, 1, 1, 1)
+        is_empty = (weights * maps).sum(0) <= 0
+        if bool(is_empty.any()):
+            share = float(is_empty.float().mean())
+            raise HddmError(
+                f"masks: at noise level {level:g}, no model has a weight in {max(share, 0.01):.0%} of the "
+                "picture; give the models that work there a weight at every level, or leave out a mask"
+            )
+
+
+def _masks_of(mask: Tensor) -> Tensor:
+    return mask.reshape(-1, 1, *mask.shape[-2:])
+
+
+def maps_of(
+    models: Sequence[ModelToMix], batch: int, size: Sequence[int], device: Any
+) -> Tensor | None:
+    """Where each model works, (K, batch, 1, H, W) in [0, 1] at a ``size`` (H, W); None without masks."""
+    masks = list[Tensor | None]()
+    for one in models:
+        if one.mask is None:
+            masks.append(None)
+            continue
+        mask = _masks_of(one.mask).to(device, torch.float32)
+        mask = torch.nn.functional.interpolate(mask, tuple(size), mode="bilinear").clamp(0, 1)
+        repeats = -(-batch // len(mask))
+        masks.append(mask.repeat(repeats, 1, 1, 1)[:batch])
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    free = (1 - torch.stack(given).sum(0)).clamp(0, 1)
+    return torch.stack([free if mask is None else mask for mask in masks])
 
 
 def _check_conditioning(one: ModelToMix, k: int) -> None:
@@ -82,12 +133,18 @@ def _check_conditioning(one: ModelToMix, k: int) -> None:
 
 def _check_alone(model: Any, k: int) -> None:
     """Refuse a mix of mixes, and changes of the sampler in other models than the first."""
-    wrapped = [kind for kind in SAMPLER_WRAPPERS if any(model.wrappers.get(kind, {}).values())]
+    wrapped = []
+    for kind in SAMPLER_WRAPPERS:
+        found = model.wrappers.get(kind, {})
+        if any(listed for key, listed in found.items() if key != BEGIN):
+            wrapped.append(kind)
     if any(KEY in kinds for kinds in model.wrappers.values()):
         raise HddmError(
             f"model {k}: is a mix already; connect its models to one node, with One More Model to Mix"
         )
     changes = [name for name in GUIDANCE_CHANGES if model.model_options.get(name)]
+    if CONTEXT in changes:
+        raise HddmError(f"model {k}: has context windows, which a mix of models does not support")
     if k > 1 and (changes or wrapped):
         raise HddmError(
             f"model {k}: a node in front of it changes how the sampler works ({(changes + wrapped)[0]}), and "

@@ -1,15 +1,8 @@
-"""A client of ``hddm serve``: pictures from an ensemble that runs elsewhere.
-
-A service with a token gets the one of the environment variable ``HDDM_TOKEN``. A widget would write it into
-every picture, as ComfyUI saves workflows in them.
-"""
+"""A client of ``hddm serve``: pictures from an ensemble that runs elsewhere."""
 
 import base64
 import io
 import json
-import os
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -22,10 +15,11 @@ from torch import Tensor
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
+from .service import EXAMPLE, Service
 from .widgets import strategy_widget
 
-LIMIT = 3600.0
-"""Seconds to wait for an answer."""
+AT_ONCE = 10
+"""Pictures of a request; a service allows as many unless it says otherwise."""
 
 
 class Server:
@@ -46,7 +40,7 @@ class Server:
             "required": {
                 "address": (
                     "STRING",
-                    {"default": "http://127.0.0.1:8000", "tooltip": "Where hddm serve listens."},
+                    {"default": EXAMPLE, "tooltip": "Where hddm serve listens."},
                 ),
                 "prompt": (
                     "STRING",
@@ -88,8 +82,7 @@ class Server:
                     "STRING",
                     {
                         "default": "",
-                        "tooltip": "One expert alone, by the name that the server lists, such as grown/flow; "
-                        "empty for all.",
+                        "tooltip": "One expert alone, by its name or number; empty for all.",
                     },
                 ),
                 "strength": (
@@ -126,49 +119,32 @@ class Server:
         """Pictures (n, H, W, 3) in [0, 1]."""
         if image is None and mask is not None:
             raise HddmError("mask: there is no picture that it belongs to; connect image as well")
-        asked: dict[str, Any] = {"n": n, "seed": seed, "size": size}
-        # What is left out has the server's default; a key without effect is refused there.
-        texts = {"prompt": prompt, "strategy": strategy, "model": expert}
+        service = Service(address)
+        asked: dict[str, Any] = {"seed": seed, "size": size.strip()}
+        # What is left out has the service's default; a key without effect is refused there.
+        model = service.model(expert) if expert.strip() else ""
+        texts = {"prompt": prompt, "strategy": strategy.strip(), "model": model}
         asked |= {key: value for key, value in texts.items() if value}
         if guidance_scale != 1:
             asked["guidance_scale"] = guidance_scale
-        base = address.rstrip("/")
-        if image is None:
-            body = json.dumps(asked).encode()
-            answer = _sent(f"{base}/v1/images/generations", body, "application/json")
-        else:
+        files = {}
+        if image is not None:
             asked["strength"] = strength
-            files = {"image": _png(image[0])}
-            if mask is not None:
-                files["mask"] = _png(mask.reshape(-1, *mask.shape[-2:])[0])
-            body, kind = _form(asked, files)
-            answer = _sent(f"{base}/v1/images/edits", body, kind)
-        return (torch.stack([_picture(one["b64_json"]) for one in answer["data"]]),)
-
-
-def _sent(address: str, body: bytes, kind: str) -> Any:
-    headers = {"Content-Type": kind}
-    token = os.environ.get("HDDM_TOKEN", "").strip()
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(address, body, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        raise HddmError(f"{address}: {_reason(error)}") from error
-    except (OSError, ValueError) as error:
-        raise HddmError(
-            f"{address}: no answer of an hddm serve ({error}); start one with: hddm serve ENSEMBLE"
-        ) from error
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """The server's own words, if it said any."""
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"error {error.code}"
+            files["image"] = _png(image[0])
+        if mask is not None:
+            files["mask"] = _png(mask.reshape(-1, *mask.shape[-2:])[0])
+        pictures = []
+        for start in range(0, n, AT_ONCE):
+            # Picture i is the same in one request or in several.
+            part = {**asked, "n": min(AT_ONCE, n - start), "start": start}
+            if files:
+                body, kind = _form(part, files)
+                answer = service.request("POST", "/v1/images/edits", body, kind)
+            else:
+                body = json.dumps(part).encode()
+                answer = service.request("POST", "/v1/images/generations", body, "application/json")
+            pictures += [_picture(one["b64_json"]) for one in answer["data"]]
+        return (torch.stack(pictures),)
 
 
 def _png(picture: Tensor) -> bytes:

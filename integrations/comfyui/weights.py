@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError
 
-FORMS = "a number such as 1, or LEVEL: WEIGHT pairs such as 1: 0, 0.6: 0, 0.4: 1"
+FORMS = "a number such as 1, or LEVEL: WEIGHT pairs such as 0.7: 1, 0.4: 0"
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,13 @@ class WeightCurve:
             if not colon:
                 raise HddmError(f"{name} {text!r}: {pair.strip()!r} is no pair; it must be {FORMS}")
             level = _number(level_text, name, text)
-            if level > 1 or level in found:
+            if level > 1:
                 raise HddmError(
-                    f"{name} {text!r}: level {level:g} must be from 0 to 1, and stated once"
+                    f"{name} {text!r}: {level:g} is no noise level, which is from 0 to 1; a sigma of SD 1.5 "
+                    f"or SDXL is the level sigma/(1 + sigma), here {level / (1 + level):.2g}"
                 )
+            if level in found:
+                raise HddmError(f"{name} {text!r}: level {level:g} is there twice; leave out one")
             found[level] = _number(weight_text, name, text)
         levels = sorted(found)
         return cls(tuple(levels), tuple(found[level] for level in levels))
@@ -58,21 +61,32 @@ class WeightCurve:
         return weight
 
 
-def check_sum(curves: Sequence[WeightCurve]) -> None:
-    """Raise an `HddmError` if all weights are 0 at some level.
+def levels_of(curves: Sequence[WeightCurve]) -> list[float]:
+    """The noise levels at which some curve bends, and both ends, ascending.
 
-    Between neighbouring levels weights are straight lines, none below 0, so that their sum is 0 inside only
-    if it is at both ends.
+    Between neighbouring ones weights are straight lines, none below 0, so that a sum of them is 0 inside only
+    if it is at both.
     """
     levels = {0.0, 1.0}
     for curve in curves:
         levels.update(curve.levels)
-    for level in sorted(levels):
+    return sorted(levels)
+
+
+def check_sum(curves: Sequence[WeightCurve]) -> None:
+    """Raise an `HddmError` if all weights are 0 at some level."""
+    levels, empty = levels_of(curves), list[float]()
+    for level in levels:
         at = torch.tensor([level])
         if sum(float(curve.at(at)) for curve in curves) <= 0:
-            raise HddmError(
-                f"the weights of all models are 0 at noise level {level:g}; give one of them a weight there"
-            )
+            empty.append(level)
+    if empty == levels:
+        raise HddmError("the weights of all models are 0; give one of them a weight above 0")
+    if empty:
+        which = " and ".join(f"{level:g}" for level in empty)
+        raise HddmError(
+            f"the weights of all models are 0 at noise level {which}; give one of them a weight there"
+        )
 
 
 def _number(text: str, name: str, whole: str) -> float:

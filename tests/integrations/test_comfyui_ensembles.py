@@ -2,14 +2,25 @@
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from hddm.pipelines.pipeline import HDDMPipeline
-from integrations.comfyui.ensembles import PREFIX, Decoder, EnsembleNetwork, PromptReader
+from hddm.utils.errors import HddmError
+from integrations.comfyui.ensembles import (
+    PREFIX,
+    Decoder,
+    EnsembleNetwork,
+    LoadEnsemble,
+    PromptReader,
+)
+from integrations.comfyui.mixing import ROWS
 from tests.ensemble_files import flow_expert, write_ensemble
 
 STEPS, SEED = 4, 5
@@ -97,3 +108,51 @@ def test_pictures_are_decoded_to_rows_of_colours(pipe: HDDMPipeline) -> None:
     decoder = Decoder(pipe, 0)
     pictures = torch.rand(2, 4, 4, 3)
     assert torch.allclose(decoder.decode(decoder.encode(pictures)), pictures, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["draw", "commit-0.6"])
+def test_pictures_that_are_asked_for_apart_keep_the_experts_that_they_have_together(
+    pipe: HDDMPipeline, strategy: str
+) -> None:
+    """A mix asks an ensemble for the pictures that it drew for it, and later perhaps for fewer."""
+    network = EnsembleNetwork(pipe.ensemble.under(strategy), None)
+    x, at = torch.randn(6, 3, 4, 4), torch.full((6,), 500.0)
+    with torch.no_grad():
+        network.begin(SEED)
+        together = network(x, at)
+        network.begin(SEED)
+        for rows in ([1, 4, 5], [0, 2], [4, 5]):
+            found = network(x[rows], at[rows], transformer_options={ROWS: rows})
+            assert torch.allclose(found, together[rows], atol=1e-6)
+
+
+def test_a_colour_picture_is_grey_for_experts_of_one_channel(tmp_path: Path) -> None:
+    folder = write_ensemble(
+        tmp_path, [flow_expert(0, in_channels=1), flow_expert(1, in_channels=1)]
+    )
+    pipe = HDDMPipeline.from_pretrained(folder)
+    pixels = torch.randint(256, (1, 4, 4, 3), dtype=torch.uint8)
+    grey = np.asarray(Image.fromarray(pixels[0].numpy()).convert("L"), dtype=np.float32)
+    found = Decoder(pipe, 0).encode(pixels / 255)
+    assert found.shape == (1, 1, 4, 4)
+    assert np.abs((found[0, 0].numpy() + 1) * 127.5 - grey).max() <= 1
+    with pytest.raises(HddmError, match="prompt 'a cat': this model takes no prompts"):
+        PromptReader(pipe).encode_from_tokens_scheduled("a cat")
+    PromptReader(pipe).encode_from_tokens_scheduled("")
+
+
+@pytest.mark.parametrize(
+    ("folder", "strategy", "expert", "reason"),
+    [
+        ("", "", -1, "folder '': there is no such folder on ComfyUI's machine"),
+        ("grown/of/someone", "", -1, "no such folder"),
+        ("'{}'", "full", 0, "strategy 'full' and expert 0: one expert alone"),
+        ("{}", "", 7, "expert 7: the experts of .* are 0 to 1"),
+    ],
+)
+def test_what_the_loader_cannot_open_is_refused_before_it_loads(
+    folder: str, strategy: str, expert: int, reason: str, tmp_path: Path
+) -> None:
+    there = write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)])
+    with pytest.raises(HddmError, match=reason):
+        LoadEnsemble().load(folder.format(there), strategy, expert, 1)

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from hddm.utils.errors import HddmError
 from integrations.build_pack import build
 from integrations.comfyui.levels import Levels, denoised_of
-from integrations.comfyui.mixing import ModelToMix, check, strategy_of
+from integrations.comfyui.mixing import BEGIN, ModelToMix, check, strategy_of
 from integrations.comfyui.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from integrations.comfyui.weights import WeightCurve, check_sum
 from tests.oracles import GaussianMixture, relative_error
+
+WHOLE = strategy_of("mix", 0.5)
 
 
 class WholePicture:
@@ -121,8 +124,8 @@ def test_a_curve_is_straight_between_its_levels_and_constant_beyond() -> None:
         ("-1", "is no number"),
         ("nan", "is no number"),
         ("1: 1, 0.5", "is no pair"),
-        ("2: 1", "from 0 to 1, and stated once"),
-        ("0.5: 1, 0.5: 0", "from 0 to 1, and stated once"),
+        ("14.6: 1", r"from 0 to 1; .* sigma/\(1 \+ sigma\), here 0\.94"),
+        ("0.5: 1, 0.5: 0", "level 0.5 is there twice"),
     ],
 )
 def test_other_curves_are_refused_in_one_line(text: str, reason: str) -> None:
@@ -137,6 +140,41 @@ def test_weights_that_are_all_0_somewhere_are_refused() -> None:
     with pytest.raises(HddmError, match=r"all models are 0 at noise level 0\.5"):
         check_sum([high, low])
     check_sum([high, WeightCurve.parse("0.7: 0, 0.6: 1", "b")])
+    with pytest.raises(HddmError, match="all models are 0; give one of them a weight above 0"):
+        check_sum([WeightCurve.parse("0", "a"), WeightCurve.parse("0.5: 0", "b")])
+
+
+def _half(of: str = "left") -> Tensor:
+    mask = torch.zeros(1, 8, 8)
+    mask[..., :4] = 1
+    return mask if of == "left" else 1 - mask
+
+
+@pytest.mark.parametrize(
+    ("weights", "masks", "reason"),
+    [
+        (("1", "0.5: 1, 0.3: 0"), (_half(), None), "at noise level 0, no model .* 50% of the"),
+        (("0.7: 1, 0.4: 0", "0.7: 0, 0.4: 1"), (_half(), None), "noise level 0, .* 50% of the"),
+        (("1", "1"), (_half(), _half()), "noise level 0, no model has a weight in 50%"),
+        (("1", "1"), (torch.zeros(1, 8, 8), torch.zeros(4, 4)), "in 100% of the picture"),
+    ],
+)
+def test_a_part_of_the_picture_without_a_model_is_refused_before_anything_runs(
+    weights: tuple[str, str], masks: tuple[Tensor | None, Tensor | None], reason: str
+) -> None:
+    models = [to_mix(one, mask=mask) for one, mask in zip(weights, masks, strict=True)]
+    with pytest.raises(HddmError, match=f"masks: .*{reason}"):
+        check(models, strategy_of("mix", 0.5))
+
+
+@pytest.mark.parametrize("masks", [(_half(), None), (_half(), _half("right")), (None, _half())])
+def test_masks_that_leave_nothing_out_are_taken(masks: tuple[Tensor | None, ...]) -> None:
+    models = [to_mix("1", mask=masks[0]), to_mix("0.5: 2, 0.3: 0.1", mask=masks[1])]
+    check(models, strategy_of("mix", 0.5))
+
+
+def test_an_ensemble_may_be_another_model_than_the_first() -> None:
+    check([to_mix(), to_mix(model=patcher(wrappers={"sampler_sample": {BEGIN: [print]}}))], WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +197,11 @@ def test_weights_that_are_all_0_somewhere_are_refused() -> None:
             "behind Mix Models",
         ),
         ({"model": patcher(wrappers={"outer_sample": {"hddm": [print]}})}, "mix", "is a mix"),
+        (
+            {"model": patcher(model_options={"context_handler": print})},
+            "mix",
+            "has context windows, which a mix of models does not support",
+        ),
     ],
 )
 def test_models_that_do_not_go_together_are_refused_in_one_line(
@@ -221,3 +264,19 @@ print(sorted(module.NODE_CLASS_MAPPINGS))
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "HDDMMixModels" in found.stdout
+
+
+def test_a_pack_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    out = tmp_path / "custom_nodes" / "hddm-nodes"
+    build(out)
+    (out / "vendor" / "hddm" / "former.py").touch()
+    build(out)
+    assert not (out / "vendor" / "hddm" / "former.py").exists()
+    assert (out / "vendor" / "hddm" / "conversion.py").exists()
+    assert [one.name for one in out.parent.iterdir()] == ["hddm-nodes"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").touch()
+    with pytest.raises(SystemExit, match="is no older pack; name a new folder"):
+        build(other)
+    assert (other / "mine.txt").exists()

@@ -1,10 +1,14 @@
 """The node that asks ``hddm serve``, with the service's own front behind a real address."""
 
 import hashlib
+import http.server
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from hddm.pipelines.samples import sample_to_folder
 from hddm.settings import SampleSettings
 from hddm.utils.errors import HddmError
 from integrations.comfyui.server import Server
+from integrations.comfyui.service import Service
 from tests.ensemble_files import flow_expert, write_ensemble
 from tests.serving.test_front import front_of
 
@@ -95,15 +100,83 @@ def test_what_the_server_refuses_is_said_in_its_words(address: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_wrong_token_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDDM_TOKEN", "other")
-    with pytest.raises(HddmError, match="token"):
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("other", "its token is another one; .* HDDM_TOKEN"), ("", "wants a token; .* HDDM_TOKEN")],
+)
+def test_a_wrong_token_and_none_are_told_with_the_variable(
+    address: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HDDM_TOKEN", value)
+    with pytest.raises(HddmError, match=reason):
         Server().make(address, **ASKED)
 
 
-def test_no_server_is_told_with_the_command_that_starts_one() -> None:
-    with pytest.raises(HddmError, match="start one with: hddm serve ENSEMBLE"):
-        Server().make("http://127.0.0.1:9", **ASKED)
+@pytest.mark.parametrize("given", ["http://127.0.0.1:9", "127.0.0.1:9", "http://127.0.0.1:9/v1/"])
+def test_no_server_is_told_with_the_command_that_starts_one(given: str) -> None:
+    told = r"http://127\.0\.0\.1:9: .* start one with: hddm serve ENSEMBLE"
+    with pytest.raises(HddmError, match=told):
+        Server().make(given, **ASKED)
+
+
+@pytest.mark.parametrize("given", ["", "  ", "http://", "ftp://here", "http://here:many"])
+def test_what_is_no_address_is_told(given: str) -> None:
+    with pytest.raises(HddmError, match=r"address .*: it must say where hddm serve listens, such"):
+        Server().make(given, **ASKED)
+
+
+def test_another_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(HddmError, match="status 501, which is no answer of an hddm serve"):
+            Server().make(f"http://127.0.0.1:{other.server_address[1]}", **ASKED)
+        other.shutdown()
+
+
+def test_an_expert_is_called_by_its_name_or_its_number(address: str) -> None:
+    expert = {**ASKED, "strategy": ""}
+    listed = Service(address).request("GET", "/v1/models")
+    names = [one["id"] for one in listed["data"]][1:]
+    short = names[1].partition("/")[2]
+    found = []
+    for name in (names[1], short, "1"):
+        (pictures,) = Server().make(address, **{**expert, "expert": name})
+        found.append(pictures)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    (other,) = Server().make(address, **{**expert, "expert": "0"})
+    assert not torch.equal(found[0], other)
+    with pytest.raises(HddmError, match=f"expert 'flow': the service at .* has .*{short}; leave"):
+        Server().make(address, **{**expert, "expert": "flow"})
+
+
+def test_more_pictures_than_one_request_may_have_are_those_of_one_run(address: str) -> None:
+    (many,) = Server().make(address, **{**ASKED, "n": 12})
+    (few,) = Server().make(address, **ASKED)
+    assert len(many) == 12
+    assert torch.equal(many[:2], few)
+    assert len({bytes(one.numpy()) for one in many}) == 12
+
+
+class Cancelled(BaseException):
+    """What ComfyUI raises."""
+
+
+def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def throw() -> None:
+        raise Cancelled
+
+    management = SimpleNamespace(throw_exception_if_processing_interrupted=throw)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(Cancelled):
+            Server().make(f"http://127.0.0.1:{silent.getsockname()[1]}", **ASKED)
+        connection, _ = silent.accept()
+        with connection:
+            connection.settimeout(10)
+            # The request was sent, and then nobody waits for its answer.
+            while connection.recv(4096):
+                pass
 
 
 def test_a_mask_without_a_picture_is_refused(address: str) -> None:
