@@ -300,9 +300,7 @@ def embed(
     if pipeline is not None and pipeline.seen_padding:
         ends = seen.sum(1, keepdim=True) + pipeline.seen_padding
         seen = (torch.arange(length, device=device) < ends).to(seen.dtype)
-    return checked_embedding(
-        Embedded({TEXT: tokens, TEXT_MASK: seen}, mean_of_text(tokens, seen))
-    )
+    return checked_embedding(Embedded({TEXT: tokens, TEXT_MASK: seen}, mean_of_text(tokens, seen)))
 
 
 def _embed_by(
@@ -404,7 +402,7 @@ def tokenizer_class(config: Mapping[str, Any]) -> str:
 
 
 def text_encoder_config(folder: Path) -> dict[str, Any]:
-    """Config of a text encoder; a T5 of a pipeline with one has the key `PIPELINE`, or is in it and gets it."""
+    """Config of a text encoder; the one T5 of a pipeline has, or gets, the key `PIPELINE`."""
     config = read_config(folder)
     pipeline = config.pop(PIPELINE, class_in(folder.parent))
     known = pipelines().get(str(pipeline))

@@ -1,4 +1,4 @@
-"""SD3's, Flux's and Chroma's transformers as experts: velocity, shift and grid of times, from diffusers and back."""
+"""Transformers of SD3, Flux and Chroma as experts: velocity, shift and grid of times, and the way back."""
 
 import json
 import math
@@ -220,15 +220,15 @@ HOSTILE: list[tuple[str, str, dict[str, Any], str]] = [
     ("chroma", NETWORK, {"approximator_layers": 10**9}, "its depth is 1000000000"),
     ("chroma", NETWORK, {"num_single_layers": 10**9}, "its depth is 1000000000"),
     ("chroma", NETWORK, {"approximator_num_channels": 10**9}, "does not fit its Chroma"),
-    ("chroma", NETWORK, {"approximator_num_channels": 18}, "must be a multiple of 4"),
-    ("chroma", NETWORK, {"approximator_num_channels": "16"}, "must be a whole number"),
+    ("chroma", NETWORK, {"approximator_num_channels": 18}, "does not fit its Chroma"),
+    ("chroma", NETWORK, {"approximator_num_channels": "16"}, "no network can be built from it"),
     ("chroma", NETWORK, {"approximator_hidden_dim": 10**9}, "does not fit its Chroma"),
     ("chroma", NETWORK, {"axes_dims_rope": [4, 6, 8]}, "three even numbers that sum to"),
     ("chroma", NETWORK, {"axes_dims_rope": [10**9, 6, 6]}, "three even numbers that sum to"),
     ("chroma", NETWORK, {"axes_dims_rope": [16]}, "three even numbers that sum to"),
-    ("chroma", NETWORK, {"patch_size": 2}, "its rows are packed"),
+    ("chroma", NETWORK, {"patch_size": 2}, "does not fit its Chroma"),
     ("chroma", NETWORK, {"guidance_embeds": True}, "has no key 'guidance_embeds'"),
-    ("chroma", NETWORK, {"auto_map": {"AutoModel": "evil.Evil"}}, "has no key 'auto_map'"),
+    ("chroma", NETWORK, {"auto_map": {"AutoModel": "evil.Evil"}}, "names code of its own"),
     ("chroma", NETWORK, {"_class_name": "EvilTransformer"}, "holds an EvilTransformer"),
     ("chroma", "model_index.json", {"transformer": ["evil", "Evil"]}, "hddm runs no other code"),
     ("sd3", SCHEDULER, {"shift": -3}, "a shift is from 0.001 to 1000"),

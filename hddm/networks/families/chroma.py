@@ -8,6 +8,7 @@ which attention adds: a pair of tokens of the text or the picture gets 1 more th
 is kept, as pictures differ without it. A mask of booleans is passed as such, and hides padding.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,9 @@ from hddm.networks.families.family import (
 from hddm.networks.families.flux import Flux
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
+
+# diffusers' class imports another one by its former place, and warns its users of that.
+warnings.filterwarnings("ignore", message=".*`FluxPosEmbed`", category=FutureWarning)
 
 _SMALL = "distilled_guidance_layer"
 """The network of the modulations; diffusers and the authors' code call it alike."""
