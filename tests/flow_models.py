@@ -1,4 +1,4 @@
-"""Tiny networks of SD3 and Flux, and what they mean, written down by hand."""
+"""Tiny networks of SD3, Flux and Chroma, and what they mean, written down by hand."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import (
+    ChromaTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     FluxTransformer2DModel,
     ModelMixin,
@@ -40,6 +41,12 @@ FLUX = {
     "pooled_projection_dim": 10,
     "axes_dims_rope": (4, 6, 6),
 }
+CHROMA = {
+    **{name: value for name, value in FLUX.items() if name != "pooled_projection_dim"},
+    "approximator_num_channels": 16,
+    "approximator_hidden_dim": 24,
+    "approximator_layers": 2,
+}
 WITH_SIDE = ("--sample-size", SIDE)
 
 
@@ -51,6 +58,10 @@ def flux(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
     return randomised(FluxTransformer2DModel(**FLUX | changes), seed)
 
 
+def chroma(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:
+    return randomised(ChromaTransformer2DModel(**CHROMA | changes), seed)
+
+
 def flow_pipeline(folder: Path, network: ModelMixin, **settings: Any) -> Path:
     """A pipeline folder with a flow-match scheduler of these settings."""
     return pipeline(folder, network, FlowMatchEulerDiscreteScheduler(**settings))
@@ -59,10 +70,11 @@ def flow_pipeline(folder: Path, network: ModelMixin, **settings: Any) -> Path:
 def text(network: ModelMixin, rows: int = 2) -> dict[str, Tensor]:
     """Conditions that the network takes."""
     noise = torch.Generator().manual_seed(3)
-    given = {
-        "encoder_hidden_states": torch.randn(rows, 5, 12, generator=noise),
-        "pooled_projections": torch.randn(rows, 10, generator=noise),
-    }
+    given = {"encoder_hidden_states": torch.randn(rows, 5, 12, generator=noise)}
+    if isinstance(network, ChromaTransformer2DModel):
+        given["encoder_attention_mask"] = (torch.arange(5) < 3).long().expand(rows, -1)
+        return given
+    given["pooled_projections"] = torch.randn(rows, 10, generator=noise)
     if network.config.get("guidance_embeds"):
         given["guidance"] = torch.linspace(1, 4, rows)
     return given
@@ -104,6 +116,13 @@ def velocity_by_hand(network: ModelMixin, x: Tensor, t: Tensor, given: dict[str,
     if isinstance(network, SD3Transformer2DModel):
         return network(x, timestep=1000 * t, return_dict=False, **given)[0]
     height, width = x.shape[-2:]
-    ids = {"img_ids": places_by_hand(height, width), "txt_ids": torch.zeros(5, 3)}
-    rows = network(rows_by_hand(x), timestep=t, return_dict=False, **ids, **given)[0]
+    inputs: dict[str, Tensor] = {}
+    for name, one in given.items():
+        inputs[name] = one
+    if "encoder_attention_mask" in inputs:
+        text_mask = inputs.pop("encoder_attention_mask").to(x.dtype)
+        inputs["attention_mask"] = torch.ones(len(x), 5 + height * width // 4, dtype=x.dtype)
+        inputs["attention_mask"][:, :5] = text_mask
+    inputs |= {"img_ids": places_by_hand(height, width), "txt_ids": torch.zeros(5, 3)}
+    rows = network(rows_by_hand(x), timestep=t, return_dict=False, **inputs)[0]
     return state_by_hand(rows, height, width)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PIPELINE = "pipeline"
-"""Key that an expert keeps in the config of PixArt's text encoder: the class of its pipeline."""
+"""Key that an expert keeps in the config of the one T5 of a pipeline: the class of that pipeline."""
 
 ADAPTED = "hddm_adapted"
 """Key of the config of a text encoder that a LoRA was merged into: a hash of the weights that it changed."""

@@ -18,7 +18,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.networks.components import STEM
-from hddm.networks.families import Family, families, family_of
+from hddm.networks.families import Family, families, family_of, known_family
 from hddm.networks.families.former import renamed
 from hddm.networks.families.installed import may_be_added
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
@@ -209,15 +209,13 @@ def _compute(
     arguments: Mapping[str, Any],
     origin: str,
 ) -> None:
-    """Compute a buffer that no file holds, by a network without layers, which is small."""
+    """Compute a buffer that no file holds, as the network's family does."""
     size = sum(tensor.numel() for tensor in weights.values())
     if buffer.numel() > 16 * size + 2**20:
         raise HddmError(f"{origin}: asks for {buffer.numel()} positions beside {size} weights")
-    groups = _depths(type(network))
-    none = dict.fromkeys(groups[0], 0) if groups else {}
-    shallow = type(network)(**{**arguments, **none})
+    computed = known_family(network).buffer(name, arguments)
     owner, _, leaf = name.rpartition(".")
-    network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(name), persistent=False)
+    network.get_submodule(owner).register_buffer(leaf, computed, persistent=False)
 
 
 WEIGHTS = f"{STEM}.safetensors"

@@ -29,6 +29,7 @@ from hddm.networks.encoders import (
     TOKENIZERS,
 )
 from hddm.networks.families import pipelines
+from hddm.networks.families.family import Pipeline
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, fingerprint
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
@@ -240,8 +241,9 @@ class Embedded(NamedTuple):
     """Encoded prompts: ``conditions`` by keyword of a network, and one vector each, ``pooled`` (N, width).
 
     Of one encoder these are its last hidden states, ``encoder_hidden_states`` (N, tokens, width), and of T5
-    also ``encoder_attention_mask`` (N, tokens), 1 for tokens of the prompt and 0 for padding; CLIP's padding
-    counts. ``pooled`` is CLIP's state at the end of the text, and of T5 the mean over the text.
+    also ``encoder_attention_mask`` (N, tokens), 1 for tokens of the prompt, and as many of padding as its
+    pipeline shows the network, and 0 for the rest; CLIP's padding counts. ``pooled`` is CLIP's state at the
+    end of the text, and of T5 the mean over the tokens of 1.
     """
 
     conditions: dict[str, Tensor]
@@ -266,14 +268,15 @@ def embed(
 ) -> Embedded:
     """Encode prompts, padded to `prompt_length` tokens.
 
-    Longer ones are cut, with a warning that names what was left out, unless ``reading`` divides them.
-    PixArt's are encoded in lower case. Raises `HddmError` for tokens that the encoder lacks, and for a
-    ``reading`` that it does not take.
+    Longer ones are cut, with a warning that names what was left out, unless ``reading`` divides them. A T5
+    reads them as its pipeline does (`Pipeline`). Raises `HddmError` for tokens that the encoder lacks, and
+    for a ``reading`` that it does not take.
     """
     if not reading.is_plain:
         return _embed_by(reading, text_encoder, tokenizer, prompts)
     length = prompt_length(tokenizer.model_max_length, text_encoder.config)
-    if hasattr(text_encoder.config, PIPELINE):
+    pipeline = _pipeline_of_t5(text_encoder.config)
+    if pipeline is not None and not pipeline.keeps_case:
         prompts = [prompt.lower().strip() for prompt in prompts]
     for prompt in prompts:
         refuse_half_characters(prompt, one_line(repr(prompt), 60))
@@ -293,8 +296,11 @@ def embed(
     if is_clip:
         ends = end_of_text(ids, tokenizer).to(device)
         return checked_embedding(Embedded({TEXT: tokens}, tokens[torch.arange(len(ids)), ends]))
-    found = {TEXT: tokens, TEXT_MASK: mask.to(device)}
-    return checked_embedding(Embedded(found, mean_of_text(tokens, mask)))
+    seen = mask.to(device)
+    if pipeline is not None and pipeline.seen_padding:
+        ends = seen.sum(1, keepdim=True) + pipeline.seen_padding
+        seen = (torch.arange(length, device=device) < ends).to(seen.dtype)
+    return checked_embedding(Embedded({TEXT: tokens, TEXT_MASK: seen}, mean_of_text(tokens, seen)))
 
 
 def _embed_by(
@@ -377,12 +383,17 @@ def prompt_length(limit: object, config: Any) -> int:
     They are those of its pipeline, whatever the tokenizer says, where its config names one (`PIPELINE`), and
     else the tokenizer's ``limit`` (``model_max_length``), at most the encoder's positions.
     """
-    pipeline = pipelines().get(str(getattr(config, PIPELINE, "")))
+    pipeline = _pipeline_of_t5(config)
     if pipeline is not None and pipeline.t5_tokens is not None:
         return pipeline.t5_tokens
     positions: int = getattr(config, "max_position_embeddings", None) or T5_TOKENS
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
+
+
+def _pipeline_of_t5(config: Any) -> Pipeline | None:
+    """The pipeline that the config of a T5 names (`PIPELINE`); None where it names none."""
+    return pipelines().get(str(getattr(config, PIPELINE, "")))
 
 
 def tokenizer_class(config: Mapping[str, Any]) -> str:
@@ -391,7 +402,7 @@ def tokenizer_class(config: Mapping[str, Any]) -> str:
 
 
 def text_encoder_config(folder: Path) -> dict[str, Any]:
-    """Config of a text encoder; one of PixArt has the key `PIPELINE`, or is in its pipeline and gets it."""
+    """Config of a text encoder; the one T5 of a pipeline has, or gets, the key `PIPELINE`."""
     config = read_config(folder)
     pipeline = config.pop(PIPELINE, class_in(folder.parent))
     known = pipelines().get(str(pipeline))

@@ -1,4 +1,4 @@
-"""Single files of Flux and Stable Diffusion 3, under the names of their authors' code."""
+"""Single files of Flux, Chroma and Stable Diffusion 3, under the names of their authors' code."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    ChromaTransformer2DModel,
+    FluxTransformer2DModel,
+    ModelMixin,
+    SD3Transformer2DModel,
+)
 from diffusers.loaders.single_file_utils import (
+    convert_chroma_transformer_checkpoint_to_diffusers,
     convert_flux_transformer_checkpoint_to_diffusers,
     convert_sd3_transformer_checkpoint_to_diffusers,
 )
@@ -33,6 +40,12 @@ FLUX: dict[str, Any] = {
     "joint_attention_dim": 24,
     "pooled_projection_dim": 40,
 }
+CHROMA: dict[str, Any] = {
+    **{name: value for name, value in FLUX.items() if name != "pooled_projection_dim"},
+    "approximator_num_channels": 16,
+    "approximator_hidden_dim": 24,
+    "approximator_layers": 3,
+}
 SD3: dict[str, Any] = {
     "sample_size": SIDE,
     "in_channels": 16,
@@ -49,11 +62,12 @@ SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
 KINDS: dict[str, tuple[type[ModelMixin], dict[str, Any]]] = {
     "flux-dev": (FluxTransformer2DModel, FLUX | {"guidance_embeds": True}),
     "flux-schnell": (FluxTransformer2DModel, FLUX),
+    "chroma": (ChromaTransformer2DModel, CHROMA),
     "sd3": (SD3Transformer2DModel, SD3),
     "sd3.5": (SD3Transformer2DModel, SD3 | SD35),
 }
-# Diffusers' function takes Flux's published width for granted.
-PUBLISHED = {"flux": {"num_attention_heads": 24}, "sd3": {}}
+# Diffusers' functions take Flux's published width for granted.
+PUBLISHED = {"flux": {"num_attention_heads": 24}, "chroma": {"num_attention_heads": 24}, "sd3": {}}
 
 
 def _layout(kind: str) -> str:
@@ -66,7 +80,7 @@ def _table(network: ModelMixin) -> KeyTable:
 
 
 def _kind_of(network: ModelMixin) -> str:
-    return "flux" if isinstance(network, FluxTransformer2DModel) else "sd3"
+    return type(network).__name__.removesuffix("Transformer2DModel").lower()
 
 
 def _vae() -> AutoencoderKL:
@@ -108,6 +122,7 @@ def test_names_lead_to_what_diffusers_own_function_makes_of_them(kind: str) -> N
         first += count
     convert = {
         "flux": convert_flux_transformer_checkpoint_to_diffusers,
+        "chroma": convert_chroma_transformer_checkpoint_to_diffusers,
         "sd3": convert_sd3_transformer_checkpoint_to_diffusers,
     }[layout]
     left = {f"model.diffusion_model.{name}": one for name, one in probes.items()}
@@ -138,14 +153,14 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     record = record_of(tmp_path / "expert")
     layout = _layout(kind)
     assert (record["source"]["layout"], record["prediction_type"]) == (layout, "flow_prediction")
-    scale = {"flux": (0.3611, 0.1159), "sd3": (1.5305, 0.0609)}[layout]
+    scale = (1.5305, 0.0609) if layout == "sd3" else (0.3611, 0.1159)
     assert record["latent_scale"] == scale[0]
     if root:
         assert (record["vae"]["scale"], record["vae"]["shift"]) == scale
     else:
         assert record["vae"] is None
     # Flux by the number of its patches, here less than any published one.
-    shift = {"sd3": 3.0, "sd3.5": 3.0, "flux-schnell": 1.0}.get(kind)
+    shift = {"sd3": 3.0, "sd3.5": 3.0, "flux-schnell": 1.0, "chroma": 1.0}.get(kind)
     if shift is not None:
         assert record["shift"] == shift
     else:
@@ -157,10 +172,11 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     field = library.load(tmp_path / "expert")
     family = known_family(network)
     noise = torch.Generator().manual_seed(0)
-    given = {
-        "encoder_hidden_states": torch.randn(2, 5, 24, generator=noise),
-        "pooled_projections": torch.randn(2, 40, generator=noise),
-    }
+    given = {"encoder_hidden_states": torch.randn(2, 5, 24, generator=noise)}
+    if layout == "chroma":
+        given["encoder_attention_mask"] = (torch.arange(5) < 3).float().expand(2, 5)
+    else:
+        given["pooled_projections"] = torch.randn(2, 40, generator=noise)
     if config.get("guidance_embeds"):
         given["guidance"] = torch.full((2,), 2.0)
     x, t = torch.randn(2, 16, SIDE, SIDE, generator=noise), torch.tensor([0.3, 0.8])
@@ -217,6 +233,7 @@ def test_diffusers_reads_other_files_than_these_too() -> None:
     loaders = diffusers.loaders.single_file_model.SINGLE_FILE_LOADABLE_CLASSES
     for network_class, function in (
         (FluxTransformer2DModel, convert_flux_transformer_checkpoint_to_diffusers),
+        (ChromaTransformer2DModel, convert_chroma_transformer_checkpoint_to_diffusers),
         (SD3Transformer2DModel, convert_sd3_transformer_checkpoint_to_diffusers),
     ):
         assert loaders[network_class.__name__]["checkpoint_mapping_fn"] is function

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from diffusers import (
+    ChromaPipeline,
     DDIMScheduler,
     FluxPipeline,
     ModelMixin,
@@ -35,7 +36,7 @@ from hddm.utils.tensors import read_header
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import SD_BETAS, conditions_of, pipeline, record_of, refused, text_unet
 from tests.component_files import write_clip, write_vae
-from tests.flow_models import flow_pipeline, flux, sd3
+from tests.flow_models import chroma, flow_pipeline, flux, sd3
 from tests.flow_models import text as flow_text
 from tests.ldm_files import XL, ldm_unet
 from tests.lora_files import kohya
@@ -51,12 +52,14 @@ PIPELINES: dict[str, Callable[[ModelMixin], Any]] = {
         transformer=network, **_TWO, text_encoder_3=None, tokenizer_3=None
     ),
     "flux": lambda network: FluxPipeline(transformer=network, **_TWO),
+    "chroma": lambda network: ChromaPipeline(transformer=network, **_NONE),
 }
 NETWORKS: dict[str, Callable[[], ModelMixin]] = {
     "unet": text_unet,
     "xl": lambda: text_unet(**XL),
     "sd3": sd3,
     "flux": flux,
+    "chroma": chroma,
 }
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -177,7 +180,8 @@ def test_factors_in_half_precision_stay_as_they_are(bases: dict[str, Path], tmp_
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("kind", "stated"), [("unet", True), ("unet", False), ("sd3", True), ("flux", True)]
+    ("kind", "stated"),
+    [("unet", True), ("unet", False), ("sd3", True), ("flux", True), ("chroma", True)],
 )
 def test_diffusers_file_is_what_it_makes_of_it(
     kind: str, stated: bool, bases: dict[str, Path], tmp_path: Path

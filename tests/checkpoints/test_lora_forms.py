@@ -30,12 +30,13 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
 from tests.artefacts import Command
 from tests.checkpoint_files import SD_BETAS, pipeline, record_of, refused, text_unet
-from tests.flow_models import flow_pipeline, flux, sd3
+from tests.flow_models import chroma, flow_pipeline, flux, sd3
 from tests.ldm_files import XL, ldm_unet
 
 Files = dict[str, Tensor]
 Namer = Callable[[str, str], str]
 RANK, ALPHA = 3, 2.0
+AUTHORS: dict[str, Callable[..., ModelMixin]] = {"sd3": sd3, "flux": flux, "chroma": chroma}
 PATTERN = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -47,8 +48,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pipeline(source, network, DDIMScheduler(**SD_BETAS, prediction_type="epsilon"))
         found[name] = root / name
         write(plan_conversion(source, Conversion()), found[name])
-    for name, network in {"sd3": sd3(), "flux": flux()}.items():
-        flow_pipeline(root / f"{name}-source", network)
+    for name, make in AUTHORS.items():
+        flow_pipeline(root / f"{name}-source", make())
         found[name] = root / name
         write(plan_conversion(root / f"{name}-source", Conversion(sample_size=8)), found[name])
     return found
@@ -194,11 +195,11 @@ def _as_authors_name_it(network: ModelMixin) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("prefix", ["lora_unet_", "diffusion_model.", "base_model.model."])
-@pytest.mark.parametrize("kind", ["sd3", "flux"])
-def test_names_of_the_authors_of_sd3_and_flux_are_read(
+@pytest.mark.parametrize("kind", AUTHORS)
+def test_names_of_the_authors_of_sd3_flux_and_chroma_are_read(
     kind: str, prefix: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    network = sd3() if kind == "sd3" else flux()
+    network = AUTHORS[kind]()
     authors, family = _as_authors_name_it(network), known_family(network)
     table = family.foreign_layers(network.config)
     content, changes = {}, {}
@@ -266,7 +267,9 @@ def test_the_table_of_fluxs_names_is_that_of_diffusers_own_conversion() -> None:
     }
 
 
-@pytest.mark.parametrize("network", [text_unet(), text_unet(**XL), sd3(), flux()], ids=str)
+@pytest.mark.parametrize(
+    "network", [text_unet(), text_unet(**XL), sd3(), flux(), chroma()], ids=str
+)
 def test_no_two_layers_of_a_network_have_one_name_in_a_file(network: ModelMixin) -> None:
     known = LayerNames(network)
     for name, module in network.named_modules():

@@ -30,7 +30,7 @@ from hddm.settings import Computing, Conversion, ServeSettings
 from tests.cases import in_parts
 from tests.checkpoint_files import SD_BETAS, conditions_of, dit, pipeline, pixart, text_unet
 from tests.ensemble_files import flow_expert
-from tests.flow_models import flow_pipeline, flux, sd3
+from tests.flow_models import chroma, flow_pipeline, flux, sd3
 from tests.flow_models import text as flow_text
 from tests.ldm_files import XL
 from tests.lora_files import kohya, write_adapter, write_base
@@ -42,7 +42,9 @@ NETWORKS: dict[str, Callable[[], ModelMixin]] = {
     "pixart": pixart,
     "sd3": sd3,
     "flux": flux,
+    "chroma": chroma,
 }
+FLOW = ("sd3", "flux", "chroma")
 ROUNDING = 1e-5
 """Of the velocity in float32, relative to that of merged weights."""
 ORDER = torch.tensor([3, 0, 2, 1, 1, 0, 2, 3])
@@ -116,7 +118,7 @@ def _lora(network: ModelMixin, path: Path, seed: int, ranks: Sequence[int]) -> P
 def _converted(kind: str, root: Path) -> list[Path]:
     """Two adapters of one rank, one of several ranks, and their base."""
     network = NETWORKS[kind]()
-    if kind in ("sd3", "flux"):
+    if kind in FLOW:
         flow_pipeline(root / "source", network)
     else:
         scheduler = DDIMScheduler(**SD_BETAS, prediction_type="epsilon")
@@ -137,7 +139,7 @@ def test_a_mixed_batch_has_the_velocities_of_merged_weights(kind: str, tmp_path:
     folders = _converted(kind, tmp_path)
     held, network = _held(folders), NETWORKS[kind]()
     assert _sharers(held) == [0, 1, 2, 3]
-    is_flow = kind in ("sd3", "flux")
+    is_flow = kind in FLOW
     given = flow_text(network) if is_flow else conditions_of(network, len(ORDER))
     given = {name: one[torch.arange(len(ORDER)) % len(one)] for name, one in given.items()}
     x, t = _states(shape=held.records[0].sample_shape or ())

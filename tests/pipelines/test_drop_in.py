@@ -49,6 +49,14 @@ TEXT = {"cross_attention_dim": 16}
 XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
 XL |= {"projection_class_embeddings_input_dim": 16 + 6 * 4}
 SD3 = {"joint_attention_dim": 16, "caption_projection_dim": 32, "pos_embed_max_size": 8, **TINY}
+CHROMA = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+}
+CHROMA |= {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6), "approximator_num_channels": 16}
+CHROMA |= {"approximator_hidden_dim": 24, "approximator_layers": 2}
 FLUX = {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6), "guidance_embeds": True, **TINY}
 
 
@@ -126,6 +134,18 @@ FAMILIES = {
         {**texts("prompt_embeds", "pooled_prompt_embeds"), "true_cfg_scale": 2.0},
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     ),
+    "chroma": Family(
+        diffusers.ChromaPipeline,
+        "transformer",
+        lambda: randomised(diffusers.ChromaTransformer2DModel(in_channels=16, **CHROMA)),
+        diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        texts("prompt_embeds")
+        | {
+            "prompt_attention_mask": (torch.arange(7) < 4).float().expand(2, 7),
+            "negative_prompt_attention_mask": (torch.arange(7) < 2).float().expand(2, 7),
+        },
+        ("text_encoder", "tokenizer"),
+    ),
     "pixart": Family(
         diffusers.PixArtAlphaPipeline,
         "transformer",
@@ -150,6 +170,11 @@ FAMILIES["sdxl of EDM"] = replace(FAMILIES["sdxl"], scheduler=EDM)
 FAMILIES["sdxl of EDM's v"] = replace(FAMILIES["sdxl"], scheduler=EDM_V)
 HALF_TIMES = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=500)
 FAMILIES["sd3 of 500 steps"] = replace(FAMILIES["sd3"], scheduler=HALF_TIMES)
+# A mask of booleans, as of a caller's own, hides padding.
+BOOLEANS = {name: one.bool() for name, one in FAMILIES["chroma"].inputs.items() if "mask" in name}
+FAMILIES["chroma of a mask of booleans"] = replace(
+    FAMILIES["chroma"], inputs=FAMILIES["chroma"].inputs | BOOLEANS
+)
 FLUX_CONTROL = randomised(
     diffusers.FluxControlNetModel(in_channels=16, num_single_layers=1, **FLUX)
 )
@@ -188,6 +213,11 @@ def converted(pipe: DiffusionPipeline, folder: Path, hddm: Command, *options: st
     return load(folder / "expert")
 
 
+def _size(name: str) -> list[str]:
+    """The option that a network without a size in its config needs."""
+    return ["--sample-size", "8"] if name.startswith(("flux", "chroma")) else []
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
@@ -195,7 +225,7 @@ def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
 ) -> None:
     family, pipe = FAMILIES[name], stock(name, tmp_path)
     theirs = latents(pipe, **family.inputs)
-    field = converted(pipe, tmp_path, hddm, *(["--sample-size", "8"] if "flux" in name else []))
+    field = converted(pipe, tmp_path, hddm, *_size(name))
     setattr(pipe, family.part, drop_in(field, pipe))
     ours = latents(pipe, **family.inputs)
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()

@@ -22,7 +22,7 @@ from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, refusal
 from tests.checkpoint_files import conditions_of, converted, dit, pixart, plain_unet, randomised
 from tests.conftest import Trio
-from tests.flow_models import flux, sd3, text
+from tests.flow_models import chroma, flux, sd3, text
 from tests.ldm_files import tiny_pipeline
 
 
@@ -53,6 +53,7 @@ NETWORKS: dict[str, Any] = {
     "PixArtTransformer2DModel": pixart,
     "SD3Transformer2DModel": sd3,
     "FluxTransformer2DModel": flux,
+    "ChromaTransformer2DModel": chroma,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from hddm.networks.families.chroma import CHROMA
 from hddm.networks.families.dit import DIT
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Family as Family
@@ -22,7 +23,7 @@ from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.families.unet import UNET
 from hddm.utils.errors import HddmError
 
-_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, UNET, STABLE_DIFFUSION, PROGRAMS)
+_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, CHROMA, UNET, STABLE_DIFFUSION, PROGRAMS)
 
 
 @functools.cache

@@ -114,7 +114,11 @@ class Pipeline:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the class, to make one without network, VAE and scheduler."""
     t5_tokens: int | None = None
-    """Tokens of a prompt for one T5, encoded in lower case; None without."""
+    """Tokens of a prompt for one T5; None without."""
+    keeps_case: bool = False
+    """True if that T5 reads prompts as they are, and not in lower case without spaces around them."""
+    seen_padding: int = 0
+    """Tokens of padding after the text that the network's mask counts as text."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Family:
     depths: tuple[tuple[str, ...], ...] = (("num_layers",),)
     """Keys of its config that multiply to a number of modules, the largest of each group."""
     computed: tuple[str, ...] = ()
-    """Buffers that a network without layers computes, where no file holds them."""
+    """Buffers that `buffer` computes, where no file holds them."""
     pipelines: tuple[Pipeline, ...] = ()
     """Pipelines around it; networks are written back into the first one, or into that of `pipeline`."""
     time_factor: float = 1.0
@@ -319,6 +323,11 @@ class Family:
         if self.has_variance_head(config):
             return torch.cat([state, torch.zeros_like(state)], dim=1)
         return state
+
+    def buffer(self, name: str, arguments: Config) -> Tensor:
+        """The buffer ``name``, one of `computed`, of a network with these arguments."""
+        none = dict.fromkeys(self.depths[0], 0) if self.depths else {}
+        return self.network(**{**arguments, **none}).get_buffer(name)
 
     def sizes(self, config: Config) -> SampleSizes | None:
         """Sizes of samples that the network takes; None if that is only the one that its config states."""

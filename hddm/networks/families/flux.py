@@ -51,7 +51,7 @@ class Flux(Family):
     # github.com/black-forest-labs/flux, src/flux/util.py.
     single_file = SingleFile(
         "flux",
-        ("double_blocks.0.img_attn.norm.query_norm.scale", "single_blocks.0.linear1.weight"),
+        ("double_blocks.0.img_mod.lin.weight", "single_blocks.0.linear1.weight"),
         scale=0.3611,
         shift=0.1159,
         sample_size=128,
@@ -149,6 +149,14 @@ class Flux(Family):
         return found
 
     def file_arguments(self, weights: Tensors, origin: str) -> dict[str, Any]:
+        return {
+            **self.block_arguments(weights, origin),
+            "pooled_projection_dim": shape_of(weights, "vector_in.in_layer.weight", 2, origin)[1],
+            "guidance_embeds": "guidance_in.in_layer.weight" in weights,
+        }
+
+    def block_arguments(self, weights: Tensors, origin: str) -> dict[str, Any]:
+        """Arguments of the blocks and of what they take, as `file_arguments`."""
         head = shape_of(weights, "double_blocks.0.img_attn.norm.query_norm.scale", 1, origin)[0]
         width, in_channels = shape_of(weights, "img_in.weight", 2, origin)
         if head != sum(_AXES) or width % head:
@@ -164,14 +172,12 @@ class Flux(Family):
             "attention_head_dim": head,
             "num_attention_heads": width // head,
             "joint_attention_dim": shape_of(weights, "txt_in.weight", 2, origin)[1],
-            "pooled_projection_dim": shape_of(weights, "vector_in.in_layer.weight", 2, origin)[1],
-            "guidance_embeds": "guidance_in.in_layer.weight" in weights,
             "axes_dims_rope": list(_AXES),
         }
 
     def file_scheduler(self, arguments: Config) -> dict[str, Any]:
         scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
-        if not arguments["guidance_embeds"]:
+        if not arguments.get("guidance_embeds"):
             # FLUX.1 [schnell], which is sampled on an even grid.
             return {**scheduler, "shift": 1.0}
         by_size = {"base_image_seq_len": 256, "max_image_seq_len": 4096}
