@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
 from hddm.guidance import Guidance, GuideBy, Interval
@@ -25,6 +24,7 @@ from hddm.utils.records import (
     OPTIONS,
     Count,
     DataRange,
+    Memory,
     NoiseRange,
     Record,
     Seed,
@@ -159,15 +159,6 @@ PresetName = Literal[
 """Keys of `hddm.checkpoints.presets.PRESETS`."""
 
 
-def _whole_amount(text: Any) -> Any:
-    """``text``, where all of it is an amount: pydantic reads the beginning alone, and 1,5GB as a byte."""
-    if isinstance(text, str) and not re.fullmatch(
-        r"\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE
-    ):
-        raise PydanticCustomError("byte_size", "not an amount of memory")
-    return text
-
-
 INT8_IN_FLOAT64 = "`quantize` int8: does not run in `dtype` float64; choose float32 or bfloat16"
 """torchao computes in all dtypes of floats but this one."""
 
@@ -226,10 +217,6 @@ class SamplingMethod(Described):
         """The same as arguments of `hddm.sampling.plan`."""
         names = ("steps", "strategy", "solver", "shift", "router_every", "guidance")
         return {name: getattr(self, name) for name in names}
-
-
-Memory = Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)]
-"""Bytes, as a number or such as 6GB."""
 
 
 class SampleSettings(Computing, SamplingMethod):

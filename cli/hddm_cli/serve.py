@@ -1,7 +1,10 @@
 """hddm serve."""
 
+import json
 import os
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -61,6 +64,22 @@ class Cluster(Described):
     expert, front:… for the HTTP server. Default: num_cpus=1, and the cluster's GPUs shared out evenly."""
 
 
+def lines_of_ready(
+    ensemble: Path, cluster: Cluster, experts: Sequence[str], header: str = ""
+) -> list[str]:
+    """What is served, under which names it is requested, and an example with this option of curl."""
+    name = ensemble.absolute().name
+    lines = [f"{ensemble}: {counted(len(experts), 'expert')} ready; Ctrl-C ends this"]
+    if len(experts) > 1:
+        own = ", ".join(f"{name}/{one}" for one in experts)
+        lines.append(f"  model {name}, the default, is all experts together; each alone: {own}")
+    host = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
+    body = shlex.quote(json.dumps({"model": name, "seed": 7}, ensure_ascii=False))
+    address = f"http://{host}:{cluster.port}/v1/images/generations"
+    lines.append(f"  curl {address}{header} -d {body}")
+    return lines
+
+
 def serve(
     ensemble: Model, settings: ServeSettings, cluster: Cluster, dry_run: DryRun = False
 ) -> None:
@@ -76,14 +95,9 @@ def serve(
     from hddm.serving.service import serve as run
 
     def ready(names: Sequence[str]) -> None:
-        shown = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
-        typer.echo(
-            f"{ensemble}: {counted(len(names), 'expert')} ready ({', '.join(names)}); Ctrl-C ends this"
-        )
         header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
-        typer.echo(
-            f"  curl http://{shown}:{cluster.port}/v1/images/generations{header} -d '{{\"seed\": 7}}'"
-        )
+        for line in lines_of_ready(ensemble, cluster, names, header):
+            typer.echo(line)
 
     placement = Placement(cluster.num_replicas, cluster.resources)
     if dry_run:

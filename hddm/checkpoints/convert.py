@@ -128,7 +128,7 @@ def convert(
         with errors_as(UsageError):
             shard = open_shard(data)
             check_fit(shard, planned.record, None)
-    for line in summary_lines(planned):
+    for line in summary_lines(planned, out):
         report(line)
     if dry_run:
         refuse_full_disk(out, planned.size)

@@ -56,7 +56,7 @@ from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.networks.vae import identify_vae, scale_and_shift
 from hddm.schedules import DDPM_FAMILY, FAMILIES
-from hddm.settings import Reading
+from hddm.settings import Conversion, Reading
 from hddm.utils.documents import parse_yaml
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
 from hddm.utils.files import inside, read_json
@@ -93,6 +93,8 @@ def folder_layouts() -> Mapping[str, Family]:
 def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     """Open the denoiser of a pipeline folder, with the pipeline's scheduler and VAE scale.
 
+    Refuses one of which parts are missing, and names all of them.
+
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
     index = _index(folder)
@@ -110,6 +112,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
             raise HddmError(f"{folder / MODEL_INDEX}: {text}{remedy}")
     # Some early pipelines of one model hold it at the root.
     at_root = found if (folder / "config.json").exists() else []
+    has_schedule = isinstance(reading, Conversion) and reading.schedule is not None
     missing = []
     for name in index:
         is_read = name in networks or _PARTS.fullmatch(name)
@@ -123,7 +126,11 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     if missing:
         beside = sorted(one.name for one in folder.iterdir() if one.is_dir())
         others = ", ".join(shown(beside)) or "none"
-        hint = "" if found[0] in missing else f", or convert {folder / found[0]} to do without"
+        alone = f"hddm convert {folder / found[0]} --out EXPERT"
+        if _scheduler(folder / found[0], folder) is None and not has_schedule:
+            missing.append("scheduler")
+            alone += " --schedule FILE, its scheduler_config.json"
+        hint = "" if found[0] in missing else f", or do without: {alone}"
         text = f"no {'/, '.join(missing)}/ beside it (found {others}); fetch or rename it{hint}"
         raise HddmError(f"{folder / MODEL_INDEX}: {text}")
     model = folder / found[0]

@@ -24,6 +24,7 @@ from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pi
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import Checkpoint, Component, Weights, as_planned
 from hddm.condition_names import TEXT
+from hddm.experts.components import adding_command
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.components import MODEL_INDEX
@@ -33,9 +34,10 @@ from hddm.networks.families.family import Interface
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
+from hddm.networks.prompts import text_parts
 from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion, Reading
-from hddm.utils.errors import HddmError, Unstated, UsageError
+from hddm.utils.errors import HddmError, Unstated, UsageError, in_words
 from hddm.utils.hub import origin_of
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
@@ -324,8 +326,18 @@ def _short(origin: str) -> str:
     )
 
 
-def summary_lines(plan: ConversionPlan) -> list[str]:
-    """Lines for the user on the source and on what will be written."""
+def _missing(record: ExpertRecord) -> list[str]:
+    """Kinds of components that an expert wants, and which its source does not hold."""
+    missing = []
+    if record.space == "latents" and record.latent_space is None:
+        missing.append("vae")
+    if record.takes_text and record.text_encoder is None:
+        missing += text_parts(record.conditions)
+    return missing
+
+
+def summary_lines(plan: ConversionPlan, out: Path) -> list[str]:
+    """Lines for the user on the source and on what will be written to ``out``."""
     source, record, conventions = plan.source, plan.record, plan.conventions
     low, high = conventions.range
     parameters = sum(math.prod(one.shape) for one in plan.built.tensors)
@@ -356,8 +368,7 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
     if record.vae is not None:
         lines.append(f"vae: {record.vae.kind}, known by its encoder {record.vae.fingerprint}")
     elif record.space == "latents" and record.unread_vae is None:
-        adds = "hddm assemble EXPERT --vae FOLDER --trust-components adds one"
-        lines.append(f"vae: not recorded, since the source holds none; {adds}")
+        lines.append("vae: not recorded, since the source holds none")
     if record.text_encoder is not None:
         text = record.text_encoder
         lines.append(
@@ -365,6 +376,10 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         )
     elif record.takes_text:
         lines.append(f"text encoder: not recorded, since {source.text.missing}")
+    missing = _missing(record)
+    if missing:
+        adding = adding_command(out, missing, is_expert=True, trusts=True)
+        lines.append(f"missing for pictures: {in_words(missing)}; all at once: {adding}")
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")

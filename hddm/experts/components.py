@@ -4,7 +4,7 @@ Each one is stored once, by its number (`hddm.experts.parts.numbers_of`): the fi
 ``text_encoder``, second ones ``vae_2`` and ``text_encoder_2``.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +29,34 @@ from hddm.networks.vae import vae_record_of
 from hddm.prompt_router import Topic
 from hddm.utils.errors import an
 from hddm.utils.files import inside
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 
 VAE, TEXT_ENCODER = "vae", "text_encoder"
 _LATENT_CHANNELS = 4
 """Default of the class, for configs that leave it out."""
+
+
+def adding_command(model: object, missing: Iterable[str], is_expert: bool, trusts: bool) -> str:
+    """The command that adds components of the kinds ``missing`` to an expert or ensemble, all at once.
+
+    It ``trusts`` them where no record says which ones belong to it.
+    """
+    words = ["hddm assemble", str(model)]
+    for name in missing:
+        words.append(f"--{name.replace('_', '-')} FOLDER")
+    if trusts:
+        words.append("--trust-components")
+    if is_expert:
+        words.append("--out ENSEMBLE")
+    return " ".join(words)
+
+
+def how_to_add(folder: Path, missing: Sequence[str], trusts: bool) -> str:
+    """The `adding_command` for the model in ``folder``; for the Paris release, where to put them."""
+    is_expert = (folder / EXPERT_FILE).exists()
+    if is_expert or (folder / ENSEMBLE_FILE).exists():
+        return adding_command(folder, missing, is_expert, trusts)
+    return f"as {' and '.join(str(folder / name) for name in missing)}"
 
 
 class _TextEncoder(NamedTuple):

@@ -34,7 +34,14 @@ from hddm.networks.folders import (
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json, sha256_of, write_json
-from hddm.utils.records import MANIFEST, AboveZero, Record, ensemble_around, read_folder_manifest
+from hddm.utils.records import (
+    MANIFEST,
+    AboveZero,
+    Record,
+    Sha256,
+    ensemble_around,
+    read_folder_manifest,
+)
 from hddm.utils.tensors import promoted, read_header, refuse_non_finite
 
 BASES = "bases"
@@ -71,7 +78,7 @@ class AdapterRecord(Record):
     """Names of the changed weights."""
     base: str
     """The base's folder at training, relative to this one; an ensemble keeps bases of its own."""
-    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    base_sha256: Sha256
     """SHA-256 of the base's weights file."""
 
     @property

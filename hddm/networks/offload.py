@@ -36,7 +36,7 @@ from hddm.networks.prefetch import (
     pinned,
 )
 from hddm.settings import INT8_IN_FLOAT64
-from hddm.utils.errors import HddmError, UsageError, optional
+from hddm.utils.errors import HddmError, UsageError, optional, sizes_apart
 from hddm.utils.machine import bytes_of
 from hddm.utils.memory import free_memory, is_out_of_memory, release
 from hddm.utils.tensors import synchronize
@@ -278,8 +278,8 @@ class Shelf:
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
         if self._limit is not None and not self.has_room_for(network):
-            left = f"`max_memory` leaves {self._limit / 1e6:.1f} MB for experts"
-            text = f"its weights take {network.size / 1e6:.1f} MB, and {left}"
+            taken, left = sizes_apart(network.size, self._limit)
+            text = f"its weights take {taken}, and `max_memory` leaves {left} for experts"
             raise HddmError(f"{network.origin}: {text}; raise it, or use a smaller dtype")
 
 
@@ -299,8 +299,9 @@ def _room_beside(models: Iterable[nn.Module], max_memory: int) -> int:
     """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
     taken = sum(map(size_of, models))
     if taken >= max_memory:
-        alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
-        raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")
+        needed, allowed = sizes_apart(taken, max_memory)
+        alone = f"router, VAE and text encoder alone take {needed}"
+        raise HddmError(f"`max_memory` of {allowed}: {alone}; allow more")
     return max_memory - taken
 
 

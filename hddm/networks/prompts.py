@@ -15,7 +15,7 @@ encoder.
 import functools
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from hddm.networks.text_encoder import (
     text_encoder_record_of,
     unread_text_encoder,
 )
-from hddm.utils.errors import HddmError, UsageError, an, one_line
+from hddm.utils.errors import HddmError, UsageError, an, in_words, one_line
 from hddm.utils.files import inside, read_json, write_json
 
 ZEROS = "force_zeros_for_empty_prompt"
@@ -78,6 +78,17 @@ def several_in(folder: Path) -> str | None:
     """The `class_in` a folder if that is a pipeline with several text encoders, else None."""
     known = pipelines().get(class_in(folder) or "")
     return None if known is None or known.prompts is None else known.name
+
+
+def text_parts(conditions: Collection[str]) -> tuple[str, ...]:
+    """The components that read prompts for a network with these conditions.
+
+    Where it takes vectors of prompts too, that is one folder of prompts, with tokenizers inside.
+    """
+    for one in pipelines().values():
+        if one.prompts is not None and one.prompts.pooled in conditions:
+            return ("text_encoder",)
+    return ("text_encoder", "tokenizer")
 
 
 def refuse_without_tokenizer(text_encoder: Path | None, tokenizer: Path | None) -> None:
@@ -305,7 +316,18 @@ class PipelineText:
                 refuse_other_parts(self.folder, pipeline)
         except HddmError as error:
             return error.message
-        return ""
+        lost = [] if pipeline is None else self._without_weights(pipeline)
+        return f"there is no {in_words(lost)} beside" if lost else ""
+
+    def _without_weights(self, pipeline: str) -> list[str]:
+        """Weights files that are missing in the folders of a pipeline's several text encoders."""
+        assert self.folder is not None
+        lost = []
+        for name in encoder_classes(pipeline):
+            is_encoder = not name.startswith("tokenizer")
+            if is_encoder and find_weights(self.folder / name, STEM, self.variant) is None:
+                lost.append(f"{name}/{STEM}.safetensors")
+        return lost
 
     @functools.cached_property
     def unread(self) -> UnreadTextEncoder | None:
@@ -315,6 +337,10 @@ class PipelineText:
         place = self.folder / "text_encoder"
         if not place.is_dir():
             return None
+        several = several_in(self.folder)
+        if several is not None:
+            # What is known of the first does not tell all of them from others.
+            return UnreadTextEncoder(kind=several, reason=one_line(self.missing, 300))
         return unread_text_encoder(place, self.missing, self.variant)
 
     @property

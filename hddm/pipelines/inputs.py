@@ -23,22 +23,50 @@ from hddm.conditions import Conditions
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, numbered
+from hddm.experts.components import how_to_add
+from hddm.experts.ensemble_folders import numbered
 from hddm.networks.clip_reading import PromptReading
 from hddm.networks.families.vaes import Vae
-from hddm.networks.prompts import PromptEncoders
+from hddm.networks.prompts import PromptEncoders, text_parts
 from hddm.networks.text_encoder import embed, refuse_for_t5, refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan
-from hddm.utils.errors import HddmError, one_line
-from hddm.utils.records import EXPERT_FILE, composed
+from hddm.utils.errors import HddmError, in_words, one_line
+from hddm.utils.records import composed
 
 
 class Encoding(Offloading):
     """Encoder of a pipeline's prompts and class labels."""
 
     ensemble: Any
+    _folder: Path | None = None
+
+    def vae_of(self, expert: int) -> Vae | None:
+        """The VAE of an expert's latents; None for pixels, and if there is none."""
+        number = self.ensemble.vaes[expert]
+        return None if number < 0 else getattr(self, numbered("vae", number))
+
+    @property
+    def _adding(self) -> str:
+        """Words on how to add all that is missing for prompts and pictures."""
+        missing, trusts = list[str](), False
+        for k, record in enumerate(self.experts.records):
+            if self.vae_of(k) is None and not record.makes_pictures:
+                missing.append("vae")
+                # Where no record says which one it was, the caller does.
+                trusts |= record.latent_space is None
+            if record.takes_text and self._reader(self.ensemble.texts[k]) is None:
+                missing += text_parts(record.conditions)
+                trusts |= record.text_encoder is None
+        if self._topics is not None and self._reader(self._topics) is None:
+            missing += ["text_encoder", "tokenizer"]
+        kinds = list(dict.fromkeys(missing))
+        if self._folder is None:
+            how = ", ".join(f"{name}=" for name in kinds)
+        else:
+            how = how_to_add(self._folder, kinds, trusts)
+        return f"add {in_words(kinds)} ({how})"
 
     def encode(
         self,
@@ -211,10 +239,7 @@ class Encoding(Offloading):
             reader = self._reader(number)
             if reader is None:
                 names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
-                raise HddmError(
-                    f"`prompt`: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
-                    "FOLDER; to Paris as folders of these names), or pass `conditions`"
-                )
+                raise HddmError(f"`prompt`: needs {names}; {self._adding}, or pass `conditions`")
             with self.present(reader[0]) as present:
                 if isinstance(present, PromptEncoders):
                     made = present.embed(texts, is_negative, reading=reading)
@@ -426,33 +451,8 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
     return is_open
 
 
-class Pictures(Offloading):
+class Pictures(Encoding):
     """What a pipeline does with pictures and its VAEs."""
-
-    ensemble: Any
-    _folder: Path | None = None
-
-    @property
-    def _no_vae(self) -> str:
-        """Words that say that there is no VAE, and how to add one."""
-        folder = self._folder
-        # Where no record says which VAE it was, the caller does.
-        is_known = all(one.latent_space is not None for one in self.experts.records)
-        trust = "" if is_known else " --trust-components"
-        if folder is None:
-            remedy = "vae="
-        elif (folder / EXPERT_FILE).exists():
-            remedy = f"hddm assemble {folder} --vae FOLDER{trust} --out ENSEMBLE"
-        elif (folder / ENSEMBLE_FILE).exists():
-            remedy = f"hddm assemble {folder} --vae FOLDER{trust}"
-        else:
-            remedy = f"as {folder / 'vae'}"
-        return f" and has no VAE; add one ({remedy})"
-
-    def vae_of(self, expert: int) -> Vae | None:
-        """The VAE of an expert's latents; None for pixels, and if there is none."""
-        number = self.ensemble.vaes[expert]
-        return None if number < 0 else getattr(self, numbered("vae", number))
 
     def picture(
         self, begin: Begin, expert: int, source: Conditions | None = None
@@ -470,7 +470,8 @@ class Pictures(Offloading):
         part, shape, size = self.vae_of(expert), self._shape_of(expert), self.size_of(expert)
         if part is None and not record.makes_pictures and not isinstance(image, Tensor):
             raise HddmError(
-                f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents"
+                f"image: expert {expert} makes latents {shape} and has no VAE; {self._adding}, "
+                "or pass latents"
             )
         channels = shape[0] if part is None else part.config.in_channels
         x_0 = pixels = pixels_of(image, channels, size)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import SamplingRun, planned_on_device, read_model
 from hddm.routers import answer_of
 from hddm.running import Batch, Plan
-from hddm.settings import SampleSettings
+from hddm.settings import Computing, SampleSettings
 from hddm.utils.machine import bytes_of, has_own_memory, main_memory, resident_bytes, room_on
 from hddm.utils.needs import Effort, Memory, Needs
 from hddm.utils.progress import Progress
@@ -37,6 +38,7 @@ from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
 _PROCESS = "process"
+_NOT_COMPILED = "without `compile`, whose minutes at the first step do not count either"
 TOO_LARGE = "what is counted above does not fit already"
 
 
@@ -58,17 +60,37 @@ def needs_of_sampling(source: Path, settings: SampleSettings, grid: bool = False
         work = [Effort("networks", None, settings.num_images, "images", TOO_LARGE)]
         remedies = _remedies(pipeline, len(pipeline.experts.stored), settings, None)
         return Needs("sampling", memory, work, room, host, remedies)
-    pipeline, how = planned_on_device(pipeline, settings, grid)
+    pipeline, how = planned_on_device(pipeline, not_compiled(settings), grid)
     started = time.perf_counter()
     # Texts in the files need hashes of all weights.
     run = SamplingRun(source, pipeline, settings.model_copy(update={"metadata": False}), how)
     encoding = time.perf_counter() - started
     with Progress(None, "measure", is_drawn=False):
-        log.info("dry run: measures calls of networks on %s", pipeline.experts.device)
+        said_before(pipeline.experts.device, settings)
         batches = [batch for _, batch in run.batches()]
         found = Sampling.of(how, batches)
         memory = [*of_weights(pipeline.experts, found.fields), *beside]
         return _measured(pipeline, found, settings, memory, encoding)
+
+
+AnyComputing = TypeVar("AnyComputing", bound=Computing)
+
+
+def not_compiled(settings: AnyComputing) -> AnyComputing:
+    """The same settings without compiling, which takes minutes, and is no part of what is measured."""
+    return settings.model_copy(update={"compile": False})
+
+
+def said_before(device: torch.device, settings: Computing, of: str = "") -> None:
+    """Log what is run to measure it, before that begins: for large images it takes long."""
+    without = f"; {_NOT_COMPILED}" if settings.compile else ""
+    log.info(
+        "dry run: runs each kind of network%s a few times on %s, with one image of the size that is asked "
+        "for and with more, which takes about as long as three steps of such an image%s",
+        of,
+        device,
+        without,
+    )
 
 
 @dataclass(frozen=True)
@@ -219,7 +241,7 @@ def _measured(
         work.append(Effort("prompts", encoding, 1, "time"))
     kinds = measure_experts(found, free)
     memory.append(activations(kinds, found.largest))
-    work += _of_experts(pipeline.experts, found, kinds)
+    work += _of_experts(pipeline.experts, found, kinds, settings)
     routed = found.greatest.largest.get(ROUTER)
     if routed is not None and isinstance(pipeline.router, nn.Module):
         seconds = measure_router(how.model, how.shape_of(0), routed, free).each(routed)
@@ -258,7 +280,9 @@ def decoding(measured: Measured, most: int) -> Memory:
     return Memory("decoding", size, note, is_about=True, is_passing=True)
 
 
-def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured]) -> list[Effort]:
+def _of_experts(
+    set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured], settings: Computing
+) -> list[Effort]:
     """Time of reading weights, and of the networks' calls."""
     networks, samples = found.networks, found.greatest.samples
     experts = found.how.model.experts
@@ -278,6 +302,8 @@ def _of_experts(set_of: ExpertSet, found: Sampling, kinds: Mapping[str, Measured
     least = found.least.of_experts
     if least != total:
         note += f"; {least:,} to {total:,} calls, as the router decides"
+    if settings.compile:
+        note += "; without `compile`"
     work = [Effort("reading weights", opening, number, "networks")]
     if found.is_chosen_by_states and _take_turns(set_of, found.fields):
         reason = "experts that are mixed take turns on the device at every step"

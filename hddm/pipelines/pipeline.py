@@ -31,7 +31,7 @@ from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_class
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.pipelines.hub import plan_upload, upload
-from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, repeated
+from hddm.pipelines.inputs import Begin, Images, Pictures, repeated
 from hddm.pipelines.parts import DtypeOfParts, dtypes_of, parts_for_loader, read_parts
 from hddm.running import Batch, Plan, gathered, run, shape_of, state_dtype
 from hddm.sampling import batches, plan
@@ -51,7 +51,7 @@ class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
     expert_use: ExpertUse
 
 
-class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
+class HDDMPipeline(Pictures, DiffusionPipeline):  # type: ignore[misc]
     """Samples of an ensemble, decoded by a VAE if its experts make latents.
 
     Args:
@@ -248,7 +248,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         else:
             if device is not None:
                 self._visits = None
-            moved = super().to(*others, **kwargs)
+            # Diffusers warns that float16 fails on CPUs, where hddm's experts run in it.
+            moved = super().to(*others, **{"silence_dtype_warnings": True} | kwargs)
         router = self._router_module()
         if router is not None:
             router.to(self.experts.device)
@@ -522,7 +523,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             if is_decoded and self.vae_of(k) is None and not record.makes_pictures:
                 latent = "" if self.is_apart(expert) else ", or use `output_type` latent"
                 raise HddmError(
-                    f"expert {k} makes latents {record.sample_shape}{self._no_vae}{latent}"
+                    f"expert {k} makes latents {record.sample_shape} and has no VAE; "
+                    f"{self._adding}{latent}"
                 )
 
     def _refuse_several_kinds(self, expert: int | None, of_one_kind: Mapping[str, object]) -> None:

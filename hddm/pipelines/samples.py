@@ -41,7 +41,13 @@ from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write
 from hddm.utils.memory import Fitting
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, model_hash
-from hddm.utils.tensors import available_device, dtype_on, read_safetensors
+from hddm.utils.tensors import (
+    AUTO,
+    available_device,
+    dtype_on,
+    read_safetensors,
+    report_choice,
+)
 from hddm.utils.work import Draft, differences, open_draft
 
 FORMAT = "1.7"
@@ -140,7 +146,10 @@ def read_model(
     if grid and is_latent:
         raise UsageError("`grid`: there is no sheet of latents; drop it, or `output_type` latent")
     dtype = dtype_on(device, settings.dtype)
-    settings = settings.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    named = str(dtype).removeprefix("torch.")
+    if settings.dtype == AUTO:
+        report_choice("dtype", named, device)
+    settings = settings.model_copy(update={"dtype": named})
     without: dict[str, Any] = {}
     # The VAE says how many pixels a size in latents has.
     if is_latent and settings.init_image is None and settings.height is settings.width is None:

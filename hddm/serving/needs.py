@@ -22,7 +22,9 @@ from hddm.pipelines.needs import (
     measure_decoding,
     measure_experts,
     measure_router,
+    not_compiled,
     of_weights,
+    said_before,
 )
 from hddm.pipelines.networks_measured import Measured, kind_of
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -94,7 +96,7 @@ def _needs_of(
         for name in [FRONT, *names]:
             own = settings_for(settings, resources[name])
             device = available_device(own.device)
-            log.info("dry run: measures calls of networks of %s on %s", name, device)
+            said_before(device, own, f" of {name}")
             if name == FRONT:
                 found[name] = _front(folder, own, device, base)
                 continue
@@ -121,13 +123,13 @@ def _elsewhere(
     device = torch.device("cpu")
     dtype = dtype_on(device, settings.dtype)
     experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
-    experts.prepare(settings)
+    experts.prepare(not_compiled(settings))
     process = Memory("process", base, "Python and libraries", True, is_on_host=True)
     found = []
     for name, field in zip(names, experts.fields(), strict=True):
         memory = [*of_weights(experts, _with_weak(field)), process]
         alone = Needs(_worker_text(name, placement.copies(name)), memory, (), None)
-        found.append(_with_calls(alone, _sampling(field, settings), {}, ELSEWHERE))
+        found.append(_with_calls(alone, _sampling(field, settings), settings, {}, ELSEWHERE))
     pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
     memory = [*beside_experts(pipeline, device), process]
     memory.append(Memory("decoding", None, ELSEWHERE, is_passing=True))
@@ -156,14 +158,14 @@ def _worker(
     dtype = dtype_on(device, settings.dtype)
     # As in a worker: alone in its process, an adapter is merged.
     experts = open_ensemble(folder, dtype).expert_set(device, dtype, shares=False)
-    experts.prepare(settings)
+    experts.prepare(not_compiled(settings))
     field = experts.fields()[index]
     process = Memory("process", base, "Python and libraries", True, is_on_host=True)
     memory = [*of_weights(experts, _with_weak(field)), process]
     host = main_memory() if has_own_memory(device) else None
     alone = Needs("", memory, (), room_on(device), host)
     reason = "" if alone.fits else TOO_LARGE
-    return _with_calls(alone, _sampling(field, settings), measured, reason)
+    return _with_calls(alone, _sampling(field, settings), settings, measured, reason)
 
 
 def _sampling(field: VelocityField, settings: ServeSettings) -> Sampling:
@@ -178,7 +180,13 @@ def _sampling(field: VelocityField, settings: ServeSettings) -> Sampling:
     return Sampling.of(how, list(batches(how, range(number), Conditions(given), number)))
 
 
-def _with_calls(needs: Needs, found: Sampling, measured: dict[str, Measured], reason: str) -> Needs:
+def _with_calls(
+    needs: Needs,
+    found: Sampling,
+    settings: ServeSettings,
+    measured: dict[str, Measured],
+    reason: str,
+) -> Needs:
     """The needs of a worker, with its calls: measured once for experts of one kind.
 
     They are not measured where there is a ``reason``.
@@ -187,6 +195,7 @@ def _with_calls(needs: Needs, found: Sampling, measured: dict[str, Measured], re
     calls = found.greatest.of_experts / number
     unit, guided = "calls of one image", found.largest > number
     note = f"one image of {found.how.steps} steps{', with guidance' if guided else ''}"
+    note += ", without `compile`" if settings.compile else ""
     if reason:
         memory = [*needs.memory, Memory("activations", None, reason, is_passing=True)]
         return Needs(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from PIL import Image
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -52,6 +52,13 @@ SEVERAL = "[]"
 Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
 
 
+def _size(text: str) -> str:
+    """``text``, which says a size; whether experts make it, `hddm.serving.sizes` knows."""
+    if re.fullmatch(r"auto|[0-9]{1,5}x[0-9]{1,5}", text) is None:
+        raise HddmError("is no size; write WIDTHxHEIGHT, such as 64x64, or auto")
+    return text
+
+
 class ImageRequest(SamplingMethod):
     """Body of a request for images.
 
@@ -66,7 +73,7 @@ class ImageRequest(SamplingMethod):
     """The ensemble by default, or one of its experts; see ``GET /v1/models``."""
     n: Annotated[int, Field(ge=1)] = 1
     """Images to make."""
-    size: Annotated[str, Field(pattern=r"^(auto|\d{1,5}x\d{1,5})$")] = "auto"
+    size: Annotated[str, AfterValidator(_size)] = "auto"
     response_format: Literal["b64_json"] = "b64_json"
     output_format: Literal["png"] = "png"
     user: str | None = None

@@ -15,15 +15,24 @@ from typing import Any
 
 import torch
 
+from hddm.experts.components import how_to_add
 from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.programs.permission import programs_allowed
-from hddm.networks.prompts import several_in
+from hddm.networks.prompts import several_in, text_parts
 from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack, settings_for
 from hddm.serving.workers import Worker
 from hddm.settings import Limits, ServeSettings
-from hddm.utils.errors import HddmError, UsageError, counted, one_line, optional
+from hddm.utils.errors import (
+    HddmError,
+    UsageError,
+    counted,
+    in_words,
+    one_line,
+    optional,
+    shown,
+)
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
@@ -161,17 +170,26 @@ def names_of(folder: Path) -> list[str]:
         names.append(f"{name}-{k}" if is_taken else name)
     vaes, texts = numbers_of(experts, "vae").of, numbers_of(experts, "text_encoder").of
     has_classes = any(one.classes for one in experts)
+    lacking, missing, trusts = list[str](), list[str](), False
     for name, one, vae, text in zip(names, experts, vaes, texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if one.record.takes_text and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
-            needed["text_encoder"] = text
-            if not several_in(place):
-                needed["tokenizer"] = text
+            kinds = ("text_encoder",) if several_in(place) else text_parts(one.record.conditions)
+            needed |= dict.fromkeys(kinds, text)
+        known = {"vae": one.record.latent_space, "text_encoder": one.record.text_encoder}
         for part, number in needed.items():
             if numbered(part, number) not in opened.components:
-                add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"
-                raise HddmError(f"{folder}: expert {name} needs a {part} to make images; {add}")
+                lacking.append(name)
+                missing.append(part)
+                trusts |= part in known and known[part] is None
+    if missing:
+        parts = list(dict.fromkeys(missing))
+        without = ", ".join(shown(list(dict.fromkeys(lacking)), 3))
+        raise HddmError(
+            f"{folder}: lacks {in_words(parts)} to make images of expert {without}; add what is missing "
+            f"({how_to_add(folder, parts, trusts)})"
+        )
     return names
 
 

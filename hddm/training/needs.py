@@ -91,7 +91,12 @@ def needs_of_training(training: Training, trajectories: int = 0) -> Needs:
             checkpoint_gradients(network)
         measured = None
         if lasting.fits:
-            log.info("dry run: measures steps of one sample and more on %s", device.target)
+            without = ", without `compile`" if recipe.compile else ""
+            log.info(
+                "dry run: runs steps of one sample, and of more while they are fast, on %s%s",
+                device.target,
+                without,
+            )
             with Progress(None, "measure", is_drawn=False):
                 small = recipe.model_copy(update=alone)
                 measured = _measure(training, small, device, lasting.left)

@@ -389,22 +389,27 @@ def resolve(
     if not has_muon:
         values["muon_learning_rate"] = None
     if values["mixed_precision"] == AUTO:
-        values["mixed_precision"] = recorded.get("mixed_precision") or _precision_on(
-            values["device"]
-        )
+        known = recorded.get("mixed_precision")
+        values["mixed_precision"] = _precision_on(values["device"], known)
     return parse_record(values, kind, OPTIONS)
 
 
-def _precision_on(device: str) -> str:
-    """The precision that is best on a device; a device that is missing is refused when it is used."""
+def _precision_on(device: str, known: str | None) -> str:
+    """The precision that a run is ``known`` to have, or the best on a device, which is logged.
+
+    A device that is missing is refused when it is used.
+    """
     import torch
 
-    from hddm.utils.tensors import available_device, best_dtype
+    from hddm.utils.tensors import available_device, best_dtype, report_choice
 
     try:
-        return "bf16" if best_dtype(available_device(device)) is torch.bfloat16 else "no"
+        there = available_device(device)
     except HddmError:
-        return "no"
+        return known or "no"
+    chosen = known or ("bf16" if best_dtype(there) is torch.bfloat16 else "no")
+    report_choice("mixed_precision", chosen, there)
+    return chosen
 
 
 class Keeping(Described):

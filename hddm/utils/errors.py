@@ -126,10 +126,37 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def in_words(names: Sequence[str]) -> str:
+    """``vae``, ``vae and tokenizer``, ``vae, text_encoder and tokenizer``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def shown(names: Sequence[str], most: int = 20) -> list[str]:
     """First ``most`` names, and the number of the rest."""
     more = [f"… and {len(names) - most} more"] if len(names) > most else []
     return [*names[:most], *more]
+
+
+_UNITS = (("kB", 1e3, 0), ("MB", 1e6, 1), ("GB", 1e9, 2))
+"""Units of sizes, their bytes, and the digits that are written after the point."""
+
+
+def size_text(size: float, further: int = 0) -> str:
+    """Format as ``120 kB``, ``45.3 MB`` or ``3.21 GB``, with so many ``further`` digits."""
+    for unit, number, digits in _UNITS:
+        shown = round(size / number, digits + further)
+        if shown < 1000 or unit == "GB":
+            break
+    return f"{shown:,.{digits + further}f} {unit}"
+
+
+def sizes_apart(one: int, other: int) -> tuple[str, str]:
+    """Two sizes as `size_text`, with as many digits as show that they differ."""
+    further = 0
+    while one != other and size_text(one, further) == size_text(other, further):
+        further += 1
+    return size_text(one, further), size_text(other, further)
 
 
 _WORDS = {
@@ -144,6 +171,7 @@ _WORDS = {
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     **dict.fromkeys(("byte_size", "byte_size_unit"), "is not an amount of memory; write it as 6GB"),
+    "byte_size_bare": "names no unit, and would be {number} bytes; write {number}GB or {number}MB",
 }
 
 

@@ -5,6 +5,7 @@ import errno
 import glob
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from hddm.utils.documents import parse_object, parse_yaml
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, one_line, sizes_apart
 
 _LONGEST_NAME = 255
 """Bytes; longer names fail on the file systems in use."""
@@ -370,10 +371,10 @@ def refuse_full_disk(out: Path, size: float) -> None:
     path = out.absolute()
     there = next(one for one in (path, *path.parents) if one.exists())
     free = shutil.disk_usage(there).free
-    if free < size * 1.02:
-        raise HddmError(
-            f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk"
-        )
+    needed = math.ceil(size * 1.02)
+    if free < needed:
+        wanted, left = sizes_apart(needed, free)
+        raise HddmError(f"{out}: needs {wanted}, and {left} are free on its disk")
 
 
 def link_or_copy(source: Path, target: Path) -> None:

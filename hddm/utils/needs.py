@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hddm.utils.errors import size_text, sizes_apart
 from hddm.utils.machine import Room
 from hddm.utils.progress import duration
 
@@ -132,7 +133,8 @@ class Needs:
             rows.append(_row(one.name, f"about {seconds_text(one.total)}", note))
         if self.seconds:
             least = "about" if is_whole else "at least"
-            rows.append(_row("in all", f"{least} {seconds_text(self.seconds)}", ""))
+            shown = f"{least} {seconds_text(self.seconds)}"
+            rows.append(_row("in all", shown, "after the start, which loads libraries and files"))
         return rows
 
     def _verdict(self) -> list[str]:
@@ -151,7 +153,8 @@ def together(what: str, total: int, room: Room | None, remedy: str) -> list[str]
     """Lines about the ``total`` memory of several processes in one ``room``, if it is known."""
     if room is None:
         return [f"{what}: about {size_text(total)}", "  how much memory is free is not known"]
-    rows = [f"{what}: about {size_text(total)} of {_of(room)}"]
+    needed, there = _beside(total, room)
+    rows = [f"{what}: about {needed} {there}"]
     rows.append("  fits" if total <= room.free else f"  does not fit: {remedy}")
     return rows
 
@@ -178,24 +181,21 @@ def _memory_lines(word: str, memory: Sequence[Memory], room: Room | None) -> lis
         has_passing |= one.is_passing
         rows.append(_row(name, shown, one.note))
     least = "at least" if any(one.size is None for one in memory) else "about"
-    there = "" if room is None else f"of {_of(room)}"
-    rows.append(_row("in all", f"{least} {size_text(_sum(memory))}", there))
+    needed, there = _beside(_sum(memory), room)
+    rows.append(_row("in all", f"{least} {needed}", there))
     return rows
 
 
-def _of(room: Room) -> str:
-    return f"{size_text(room.total)} of {room.name}, of which {size_text(room.free)} are free"
+def _beside(needed: int, room: Room | None) -> tuple[str, str]:
+    """An amount of memory, and how much is free in its ``room``, in words that show which is more."""
+    if room is None:
+        return size_text(needed), ""
+    shown, free = sizes_apart(needed, room.free)
+    return shown, f"of {size_text(room.total)} of {room.name}, of which {free} are free"
 
 
 def _row(name: str, shown: str, note: str) -> str:
     return f"    {name:<22} {shown:<16} {note}".rstrip()
-
-
-def size_text(size: float) -> str:
-    """Format as ``120 kB``, ``45.3 MB`` or ``3.21 GB``."""
-    if size < 1e6:
-        return f"{size / 1e3:,.0f} kB"
-    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
 
 
 def seconds_text(seconds: float) -> str:

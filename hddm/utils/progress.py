@@ -73,7 +73,8 @@ class Progress:
     taken, as they do until the remaining time is known. ``label`` starts a line; ``more`` returns parts that
     end it; without ``is_drawn`` there is no bar. Without ``is_even`` units take different times, as the
     steps of a benchmark do, so the remaining time is shown later. While nothing is counted, a thread prints a
-    line about the innermost work, so that no work is silent for long.
+    line about the innermost work, so that no work is silent for long. A line that says the same as the one
+    before it is left out, for at most a minute.
     """
 
     heard: ClassVar["_Whole | None"] = None
@@ -94,6 +95,9 @@ class Progress:
         self._pace, self._skipped = _Pace(is_even), 0
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
+        self._printed, self._printed_at = "", -math.inf
+        self._is_held = False
+        """Whether the line that was due last was left out."""
         if is_drawn:
             self._draw()
 
@@ -182,7 +186,8 @@ class Progress:
                     self._speak_if_due(time.perf_counter())
 
     def _speak_if_due(self, now: float) -> None:
-        pause = _OFTEN if now - self._start < _FIRST_MINUTES else _SELDOM
+        is_early = now - self._start < _FIRST_MINUTES
+        pause = _OFTEN if is_early or self._is_held else _SELDOM
         if now - self._spoke >= (pause if self._bar is None else _DRAW):
             self._speak(now)
 
@@ -190,22 +195,26 @@ class Progress:
         self._spoke = now
         done = [] if self._total is None else [f"{100 * self._done // self._total} %"]
         text = f"{self._label}: {', '.join([*done, *self._details(), *self._more()])}"
-        if self._bar is None:
-            print(text, file=sys.stderr, flush=True)
-        else:
+        if self._bar is not None:
             self._bar.n = self._done
             self._bar.set_description_str(text)
+            return
+        self._is_held = text == self._printed and now - self._printed_at < _SELDOM
+        if not self._is_held:
+            print(text, file=sys.stderr, flush=True)
+            self._printed, self._printed_at = text, now
 
     def _details(self) -> list[str]:
         """Further parts of a line: the time that is left, or that was spent while that is not known."""
         if self._done == self._total:
             return []
         left = self._left(self._spoke)
-        return [
-            f"{duration(self._spoke - self._start)} so far"
-            if left is None
-            else f"{duration(left)} left"
-        ]
+        return [f"{self._spent()} so far" if left is None else f"{duration(left)} left"]
+
+    def _spent(self) -> str:
+        """How long it has taken, as finely as lines follow each other."""
+        seconds = self._spoke - self._start
+        return f"{max(1, round(seconds))} s" if seconds < _FIRST_MINUTES else duration(seconds)
 
     def _left(self, now: float) -> float | None:
         """Seconds until the end, at the recent pace; None at the end, and before there is evidence."""
@@ -288,7 +297,7 @@ class TrainingProgress(Progress):
 
     def _details(self) -> list[str]:
         if not self._begun:
-            return [f"preparing for {duration(self._spoke - self._start)}"]
+            return [f"preparing for {self._spent()}"]
         details = [f"step {self._done} of {self._total}"]
         if self._losses:
             details.append(f"loss {self._loss_sum / self._losses:.4f}")

@@ -23,13 +23,14 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, did_you_mean, one_line, words
@@ -126,6 +127,30 @@ Count = Annotated[int, Field(ge=0, le=10**12)]
 """A count, at most 10^12."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed of random numbers, or the number of a sample (`hddm.utils.streams`)."""
+LEAST_BARE = 1_000_000
+"""The least number of bytes without a unit: smaller ones are meant in gigabytes or megabytes."""
+
+
+def _whole_amount(amount: Any) -> Any:
+    """``amount``, where all of it is one: pydantic reads the beginning alone, and 1,5GB as a byte.
+
+    Refuses a number below `LEAST_BARE` without a unit.
+    """
+    if isinstance(amount, ByteSize):
+        return amount
+    bare = amount
+    if isinstance(amount, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B?)\s*", amount, re.IGNORECASE)
+        if found is None:
+            raise PydanticCustomError("byte_size", "not an amount of memory")
+        bare = None if found[2] else found[1]
+    if isinstance(bare, int | float | str) and 1 <= float(bare) < LEAST_BARE:
+        raise PydanticCustomError("byte_size_bare", "an amount without a unit", {"number": bare})
+    return amount
+
+
+Memory = Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)]
+"""Bytes, as a number or such as 6GB."""
 LARGEST = 1e9
 Share = Annotated[float, Field(ge=0, le=1)]
 """A part of a whole, from 0 to 1."""
@@ -141,6 +166,16 @@ def composed(name: str) -> str:
 
 ComposedName = Annotated[str, AfterValidator(composed)]
 """Name of a class, normalised."""
+
+
+def _hash(text: str) -> str:
+    if re.fullmatch("[0-9a-f]{64}", text) is None:
+        raise HddmError("is no SHA-256, which has 64 digits 0-9 and a-f")
+    return text
+
+
+Sha256 = Annotated[str, AfterValidator(_hash)]
+"""The hash of a file."""
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
@@ -270,7 +305,7 @@ class FolderManifest(Record):
     """``manifest.json``: SHA-256 by a file's path in the folder."""
 
     format: str = FORMAT
-    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    files: dict[str, Sha256]
 
 
 def write_manifest(

@@ -7,6 +7,8 @@ This module adds checks for files of another kind and dtypes that torch lacks, a
 
 import functools
 import json
+import logging
+import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import file_kind, writing
+
+log = logging.getLogger(__name__)
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -106,6 +110,14 @@ def dtype_on(device: torch.device, name: str) -> torch.dtype:
     """The dtype of this name; ``auto`` is the `best_dtype` of ``device``."""
     found: torch.dtype = best_dtype(device) if name == AUTO else getattr(torch, name)
     return found
+
+
+def report_choice(option: str, chosen: str, device: torch.device) -> None:
+    """Log what ``auto`` chose for an option of numbers; nothing of float32 on a CPU, which is no choice."""
+    is_usual = device.type == "cpu" and chosen in ("float32", "no")
+    # Of several processes of a training, the first speaks.
+    if not is_usual and os.environ.get("RANK", "0") == "0":
+        log.info("`%s` auto: chose %s on %s", option, chosen, device)
 
 
 def _parameters(network: object) -> Iterator[Tensor]:

@@ -3,6 +3,8 @@
 import gzip
 import importlib.util
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,59 @@ def test_what_a_whole_file_of_xl_does_not_say_is_told_at_once(
     assert code == 0, error
     assert "components: vae, text_encoder, text_encoder_2" in text
     assert f"pass {presets}" in text
+
+
+def _missing_added(hddm: Command, said: str, folders: dict[str, Path], out: Path) -> None:
+    """Run the command that ``said`` gives for what is missing, with these folders."""
+    (command,) = re.findall(r"missing for pictures: .*; all at once: hddm (.*)", said)
+    words = []
+    for word in command.split():
+        if word == "FOLDER":
+            word = folders[words[-1]]
+        words.append(out if word == "ENSEMBLE" else word)
+    code, _, error = hddm(*words)
+    assert code == 0, error
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["1", "XL"])
+def test_all_that_a_source_lacks_for_pictures_is_added_by_the_command_that_is_printed(
+    hddm: Command, tmp_path: Path, kind: str
+) -> None:
+    made = tmp_path / "made"
+    unet = ldm_unet(tiny_pipeline(made, kind).unet)
+    source = tmp_path / "unet.safetensors"
+    save_file({name: one.contiguous() for name, one in unet.items()}, source)
+    preset = ("--preset", PRESETS[kind], *SIDE, "--no-verify")
+    said = converted(hddm, source, tmp_path / "expert", *preset)
+    texts = made / "pipeline" if kind == "XL" else made / "parts/text_encoder"
+    folders = {"--vae": made / "parts/vae", "--text-encoder": texts}
+    folders["--tokenizer"] = made / "parts/tokenizer"
+    _missing_added(hddm, said, folders, tmp_path / "whole")
+    assert _pictures(hddm, tmp_path / "whole", tmp_path / "pictures").shape[0] == 2
+
+
+def test_all_that_a_pipeline_lacks_is_named_at_once(hddm: Command, tmp_path: Path) -> None:
+    tiny_pipeline(tmp_path / "made", "XL")
+    pipe = tmp_path / "made/pipeline"
+    for name in ("text_encoder", "text_encoder_2"):
+        (pipe / name / "model.safetensors").unlink()
+    said = converted(hddm, pipe, tmp_path / "expert", *SIDE, "--no-verify")
+    lost = "text_encoder/model.safetensors and text_encoder_2/model.safetensors"
+    assert f"text encoder: not recorded, since there is no {lost} beside" in said
+    # With those of another pipeline, whoever assembles it says that they belong to it.
+    tiny_pipeline(tmp_path / "again", "XL")
+    folders = {"--text-encoder": tmp_path / "again/pipeline"}
+    _missing_added(hddm, said, folders, tmp_path / "whole")
+    for name in ("vae", "tokenizer", "text_encoder_2", "scheduler"):
+        shutil.rmtree(pipe / name)
+    error = refused(hddm, pipe, *SIDE)
+    assert "no text_encoder_2/, tokenizer/, vae/, scheduler/ beside it" in error
+    (command,) = re.findall(r"or do without: hddm convert (.*), its scheduler_config.json", error)
+    assert command == f"{pipe / 'unet'} --out EXPERT --schedule FILE"
+    schedule = tmp_path / "again/pipeline/scheduler/scheduler_config.json"
+    assert "--schedule" not in refused(hddm, pipe, *SIDE, "--schedule", schedule)
+    converted(hddm, pipe / "unet", tmp_path / "other", *SIDE, "--schedule", schedule)
 
 
 @pytest.mark.parametrize("is_said", [True, False])

@@ -15,9 +15,10 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
 from hddm.experts.ensemble_folders import KEPT
+from hddm.serving.service import names_of
 from hddm.utils.records import HASHES, MANIFEST
 from hddm_cli.app import run_words
-from tests.artefacts import Command, edit_json
+from tests.artefacts import Command, edit_json, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet
 from tests.component_files import write_clip, write_vae
 
@@ -201,7 +202,13 @@ def test_a_missing_vae_is_named_and_can_be_added(
         shutil.rmtree(expert / name)
     assert hddm("assemble", expert, "--out", bare)[0] == 0
     error = hddm("sample", bare, *options)[2]
-    assert f"has no VAE; add one (hddm assemble {bare} --vae FOLDER), or use" in error
+    adding = f"hddm assemble {bare} --vae FOLDER --text-encoder FOLDER --tokenizer FOLDER"
+    assert f"has no VAE; add vae, text_encoder and tokenizer ({adding}), or use" in error
+    prompted = hddm("sample", bare, *options, "--prompt", "a cat")[2]
+    assert f"add vae, text_encoder and tokenizer ({adding})" in prompted
+    served = refusal(names_of, bare)
+    assert "lacks vae, text_encoder and tokenizer to make images of expert 0, 1; add" in served
+    assert f"add what is missing ({adding})" in served
     assert hddm("assemble", bare, "--vae", ensemble / "vae")[0] == 0
     error = hddm("sample", bare, *options, "--prompt", "a cat")[2]
     assert "--prompt: needs text_encoder and tokenizer" in error

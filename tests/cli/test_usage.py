@@ -1,5 +1,7 @@
 """Wrong usage is told in one style: the option or key, the value, what may stand there; exit code 2."""
 
+import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +14,7 @@ from hddm.settings import Conversion, SampleSettings
 from hddm.solvers import SOLVERS
 from hddm.velocity import PredictionType
 from hddm_cli.app import commands
+from hddm_cli.serve import Cluster, lines_of_ready
 from tests.artefacts import Command, contents, in_a_fresh_process
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
@@ -104,6 +107,14 @@ LATER = [
     (
         "sample {shard} --out {out} --max-memory=1,5GB",
         "--max-memory 1,5GB: is not an amount of memory",
+    ),
+    (
+        "sample {shard} --out {out} --max-memory 5",
+        "--max-memory 5: names no unit, and would be 5 bytes; write 5GB or 5MB",
+    ),
+    (
+        "serve {shard} --max-upload 24000",
+        "--max-upload 24000: names no unit, and would be 24000 bytes; write 24000GB or 24000MB",
     ),
     (
         "partition {images} --out {out} --shards 2 --features dino",
@@ -279,3 +290,20 @@ def test_a_flag_may_be_repeated_and_not_contradicted(tmp_path: Path, hddm: Comma
                           "--prompt", "b")  # fmt: skip
     assert code != 0
     assert "keep one" not in error
+
+
+def test_a_service_says_under_which_names_its_models_are_requested() -> None:
+    folder = Path("runs/cat's grown")
+    first, models, example = lines_of_ready(
+        folder, Cluster(host="::1"), ["ddpm", "1"], " -H 'a: b'"
+    )
+    assert first == f"{folder}: 2 experts ready; Ctrl-C ends this"
+    assert models.startswith("  model cat's grown, the default, is all experts together; ")
+    assert models.endswith("each alone: cat's grown/ddpm, cat's grown/1")
+    words = shlex.split(example)
+    assert words[:-1] == ["curl", "http://[::1]:8000/v1/images/generations", "-H", "a: b", "-d"]
+    assert json.loads(words[-1]) == {"model": "cat's grown", "seed": 7}
+    # An expert that is served alone has no other name.
+    first, example = lines_of_ready(Path("runs/flow"), Cluster(), ["0"])
+    assert first == "runs/flow: 1 expert ready; Ctrl-C ends this"
+    assert json.loads(shlex.split(example)[-1])["model"] == "flow"

@@ -1,5 +1,6 @@
 """Experts that come and go: the same images, no more memory than asked for, nothing read in vain."""
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -237,8 +238,14 @@ def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> No
 
 
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
-    with pytest.raises(HddmError, match=r"experts/0: its weights take .* `max_memory` leaves"):
-        _loaded(folder, "disk", _limit(folder, 1) - 1)
+    told = refusal(_loaded, folder, "disk", _limit(folder, 1) - 1)
+    found = re.search(r"experts/0: its weights take (.*), and `max_memory` leaves (.*) for", told)
+    assert found is not None
+    assert found[1] != found[2]
+    told = refusal(_loaded, folder, "disk", _limit(folder, 0) - 1)
+    found = re.search(r"`max_memory` of (.*): router, .* alone take (.*); allow more", told)
+    assert found is not None
+    assert found[1] != found[2]
     assert "`max_memory` needs `offload` ram or disk" in refusal(_loaded, folder, "none", 10**9)
     held = ExpertSet([flow_expert(0)])
     assert "in memory only; load them from folders" in refusal(held.offload, "disk")
@@ -275,7 +282,7 @@ def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
         pipe.limit_memory(room)
         options = {
             "offload": "disk",
-            "max_memory": room,
+            "max_memory": f"{room}B",
             "quantize": "int8",
             "num_images": 1,
             "steps": 1,

@@ -1,5 +1,6 @@
 """What --dry-run says of samples, held against the calls and the weights of the command itself."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from torch import nn
 
 from hddm.experts.assembly import assemble
 from hddm.networks.offload import Shelf, StoredNetwork
-from hddm.pipelines.needs import beside_experts, needs_of_sampling, of_weights
+from hddm.pipelines import needs as needs_module
+from hddm.pipelines.needs import Sampling, beside_experts, needs_of_sampling, of_weights
+from hddm.pipelines.networks_measured import Measured
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import opened, sample_to_folder
 from hddm.settings import SampleSettings
@@ -166,6 +169,38 @@ def test_what_does_not_fit_is_not_measured_and_a_remedy_is_named(
     assert "0 s" not in said
 
 
+def test_compiling_is_no_part_of_a_dry_run_which_says_so_before_it_measures(
+    three: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("hddm.experts.expert_set.compile_blocks", refused)
+    measured = list[int]()
+
+    def measure_experts(found: Sampling, free: int) -> dict[str, Measured]:
+        measured.append(len(caplog.messages))
+        return measured_by_hand(found, free)
+
+    measured_by_hand = needs_module.measure_experts
+    monkeypatch.setattr("hddm.pipelines.needs.measure_experts", measure_experts)
+    caplog.set_level(logging.INFO, "hddm")
+    for is_compiled in (False, True):
+        caplog.clear()
+        settings = SampleSettings.model_validate(SHORT | {"compile": is_compiled})
+        needs = needs_of_sampling(three, settings)
+        said = "\n".join(caplog.messages[: measured.pop()])
+        assert "dry run: runs each kind of network a few times" in said
+        assert ("without `compile`" in said) == is_compiled
+        assert ("without `compile`" in "\n".join(needs.lines())) == is_compiled
+
+
+def test_a_sum_of_times_says_that_it_begins_after_the_start(three: Path) -> None:
+    needs = needs_of_sampling(three, SampleSettings.model_validate(SHORT))
+    (line,) = [line for line in needs.lines() if "in all" in line and " s " in line]
+    assert line.endswith("after the start, which loads libraries and files")
+
+
 def test_a_dry_run_writes_nothing_and_nothing_is_in_its_way(
     hddm: Command, three: Path, tmp_path: Path
 ) -> None:
@@ -305,7 +340,7 @@ def test_a_limit_says_how_many_experts_are_there_at_once(
     pipe = HDDMPipeline.from_pretrained(three)
     size = pipe.experts.stored[0].size
     limit = number * size + sum(one.nbytes for one in pipe.router.parameters())
-    options = {"strategy": "full", "offload": offload, "max_memory": limit}
+    options = {"strategy": "full", "offload": offload, "max_memory": f"{limit}B"}
     needs = needs_of_sampling(three, SampleSettings.model_validate(SHORT | options))
     found = {one.name: one for one in needs.memory}
     reading = next(one for one in needs.work if one.name == "reading weights")

@@ -203,7 +203,6 @@ def test_wrong_calls_are_refused_in_one_line(
 
 def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
-    with pytest.raises(
-        HddmError, match=r"has no VAE; add one \(vae=\), or use `output_type` latent"
-    ):
+    adding = r"add vae, text_encoder and tokenizer \(vae=, text_encoder=, tokenizer=\)"
+    with pytest.raises(HddmError, match=f"has no VAE; {adding}, or use `output_type` latent"):
         pipe(conditions={"encoder_hidden_states": torch.zeros(1, 77, 16)})

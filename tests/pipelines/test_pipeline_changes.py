@@ -1,5 +1,6 @@
 """What is changed on a pipeline after it was made: strategy, scheduler, weights, dtype."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
 from hddm.utils.errors import HddmError
 from tests.artefacts import refusal
-from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble
+from tests.ensemble_files import (
+    flow_expert,
+    load_pipeline,
+    pipeline_in_memory,
+    write_ensemble,
+    write_text,
+)
 
 LATENT: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent", "seed": 0}
 NUMBERED = tuple(sorted(str(k) for k in range(12)))
@@ -99,3 +106,26 @@ def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
     assert "max_memory" in refusal(pipe.to, torch.float64)
     with pytest.raises(HddmError, match="router, VAE and text encoder alone take"):
         HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=router)
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.mark.parametrize("offload", ["none", "ram"])
+def test_float16_on_a_cpu_makes_images_and_nobody_warns_of_it(tmp_path: Path, offload: Any) -> None:
+    folder = write_text(tmp_path / "e")
+    kept, log = _Kept(), logging.getLogger("diffusers")
+    log.addHandler(kept)
+    try:
+        pipe = HDDMPipeline.from_pretrained(folder, dtype=torch.float16, offload=offload)
+        images = pipe.to("cpu")("a cat", **LATENT).images
+    finally:
+        log.removeHandler(kept)
+    assert images.isfinite().all()
+    assert kept.messages == []

@@ -374,7 +374,7 @@ def test_bodies_that_are_no_forms_are_refused(front: Front) -> None:
 
 def test_an_upload_has_a_limit_and_a_place_in_the_queue(classes: Path) -> None:
     """JSON keeps its own limit, which is smaller."""
-    front = front_of(classes, max_upload=100_000, max_queue=1)
+    front = front_of(classes, max_upload="100KB", max_queue=1)
     assert edit(front, {"image": b"a" * 200_000}).status_code == 413
     assert front.active == 0
     assert edit(front, {"image": encoded(photo())}, prompt="cat").status_code == 200

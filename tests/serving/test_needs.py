@@ -1,5 +1,6 @@
 """What --dry-run says of a service."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.needs import needs_of_service
 from hddm.serving.service import Placement
 from hddm.settings import ServeSettings
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, size_text
 from hddm.utils.machine import Room, main_memory
-from hddm.utils.needs import Needs, size_text
+from hddm.utils.needs import Needs
 from tests.artefacts import Command
 
 pytestmark = pytest.mark.integration
@@ -157,6 +158,19 @@ def test_gpus_that_are_not_there_are_refused_as_by_the_service(
 def test_unknown_names_are_refused_as_by_the_service(ensemble: Path) -> None:
     with pytest.raises(HddmError, match="`num_replicas` flaw"):
         needs_of_service(ensemble, ServeSettings(), Placement({"flaw": 2}))
+
+
+def test_compiling_is_no_part_of_what_is_measured(
+    ensemble: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("hddm.experts.expert_set.compile_blocks", refused)
+    caplog.set_level(logging.INFO, "hddm")
+    needs, _ = needs_of_service(ensemble, ServeSettings(compile=True), Placement())
+    assert "without `compile`" in caplog.messages[0]
+    assert "without `compile`" in "\n".join(needs[0].lines())
 
 
 def test_a_dry_run_starts_nothing(hddm: Command, ensemble: Path) -> None:

@@ -128,6 +128,14 @@ def test_strategies_that_need_a_router_say_so_at_another_size(front: Front) -> N
         assert ask(front, size="16x16", strategy=strategy).status_code == 200
 
 
+@pytest.mark.parametrize("size", ["big", "64", "64X64", "64x", "auto\n", "٦٤x٦٤", "1234567x8"])
+def test_what_is_no_size_is_told_what_a_size_looks_like(front: Front, size: str) -> None:
+    error = ask(front, size=size).json()["error"]
+    assert (error["code"], error["param"]) == (400, "size")
+    said = f"(is {size!r}): is no size; write WIDTHxHEIGHT, such as 64x64, or auto"
+    assert error["message"].endswith(said)
+
+
 @pytest.mark.parametrize(
     ("size", "words"),
     [

@@ -1,20 +1,23 @@
 """What is right for a device by default."""
 
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hddm as library
 from hddm.pipelines import networks_measured
+from hddm.pipelines.samples import read_model
 from hddm.settings import SampleSettings
 from hddm.training.device import float32_products
 from hddm.training.settings import ExpertRecipe, ExpertSettings, resolve
 from hddm.utils.machine import main_memory, room_on
 from hddm.utils.memory import free_memory
 from hddm.utils.needs import Memory, Needs
-from hddm.utils.tensors import best_dtype, dtype_on
+from hddm.utils.tensors import best_dtype, dtype_on, report_choice
 from tests.artefacts import Command
 from tests.conftest import Trio
 
@@ -33,6 +36,49 @@ def test_a_gpu_computes_in_bfloat16_if_its_hardware_has_it(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     assert dtype_on(CUDA, "auto") is getattr(torch, best)
     assert dtype_on(CUDA, "float16") is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "is_said"),
+    [
+        ("cpu", "float32", False),
+        ("cpu", "no", False),
+        ("cpu", "bfloat16", True),
+        ("cuda:1", "float32", True),
+        ("mps", "no", True),
+    ],
+)
+def test_a_choice_is_told_unless_there_is_none(
+    device: str, chosen: str, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hddm"):
+        report_choice("dtype", chosen, torch.device(device))
+    said = [f"`dtype` auto: chose {chosen} on {device}"] if is_said else []
+    assert caplog.messages == said
+
+
+def test_what_auto_chose_is_told_when_a_training_or_sampling_begins(
+    ddpm_expert: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hddm")
+
+    def begin(number_format: str, precision: str, before: Any = None) -> list[str]:
+        caplog.clear()
+        read_model(ddpm_expert, SampleSettings(dtype=number_format, device="cpu"))
+        settings = ExpertSettings(
+            objective="flow", steps=1, mixed_precision=precision, device="cpu"
+        )
+        resolve(ExpertRecipe, settings, before=before)
+        return [line for line in caplog.messages if "auto" in line]
+
+    assert begin("auto", "auto") == []
+    monkeypatch.setattr("hddm.utils.tensors.best_dtype", lambda device: torch.bfloat16)
+    assert begin("bfloat16", "bf16") == []
+    dtype, precision = "`dtype` auto: chose bfloat16 on cpu", "`mixed_precision` auto: chose"
+    assert begin("auto", "auto") == [dtype, f"{precision} bf16 on cpu"]
+    # A run that goes on keeps what it had.
+    before = {"mixed_precision": "fp16"}
+    assert begin("auto", "auto", before) == [dtype, f"{precision} fp16 on cpu"]
 
 
 class Accelerator:

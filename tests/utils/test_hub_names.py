@@ -249,7 +249,8 @@ def test_what_does_not_fit_on_the_disk_is_not_begun_and_what_is_there_does_not_c
     hub.repos["me/mine"] = {"config.json": b"{}", "model.safetensors": b"0" * 1000}
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert "0.00 GB are free on its disk" in refusal(local, "me/mine")
+    told = "cache: needs 1.02 kB, and 1.00 kB are free on its disk"
+    assert told in refusal(local, "me/mine")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     usage = usage._replace(free=1100)
     folder = local("me/mine")

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from hddm.utils.errors import size_text
 from hddm.utils.machine import LiveBytes, Room, main_memory, resident_bytes, room_on
-from hddm.utils.needs import Effort, Memory, Needs, seconds_text, size_text, together
+from hddm.utils.needs import Effort, Memory, Needs, seconds_text, together
 from hddm.utils.scaling import Growth, measure_times
 
 ROOM = Room("main memory", 1000, 800)
@@ -48,6 +49,17 @@ def test_what_is_not_known_is_no_zero() -> None:
     assert "at least 60 s" in said
     assert "at least 0 kB" in said
     assert said.endswith("what is known fits")
+
+
+def test_what_is_needed_and_what_is_free_look_different_where_one_is_larger() -> None:
+    room = Room("main memory", 2_000_000_000, 1_200_000_000)
+    found = Needs("a thing", [Memory("a", 1_200_000_100)], (), room, None, ["pass less"])
+    (line,) = [line for line in found.lines() if "in all" in line]
+    assert "about 1.2000001 GB" in line
+    assert "of which 1.2000000 GB are free" in line
+    (line, _) = together("all", 1_200_000_100, room, "fewer of them")
+    assert line.startswith("all: about 1.2000001 GB of 2.00 GB")
+    assert line.endswith("of which 1.2000000 GB are free")
 
 
 def test_processes_share_one_memory() -> None:

@@ -219,7 +219,7 @@ def test_long_work_speaks_less_often_later(
 ) -> None:
     now, spoke = [0.0], list[float]()
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
-    with progress.Progress(1000, "encode") as advance:
+    with progress.Progress(1000, "encode", more=lambda: [f"{len(now) - 1} files"]) as advance:
         for _ in range(60):
             now.append(now[-1] + 6)
             advance(1)
@@ -228,7 +228,7 @@ def test_long_work_speaks_less_often_later(
                 spoke.append(now[-1])
     # Counted every 6 seconds, so that a line is due at every other count.
     assert spoke == [*range(12, 180, 12), 228, 288, 348]
-    assert line == "encode: 5 %, 1 h 34 min left"
+    assert line == "encode: 5 %, 1 h 34 min left, 58 files"
     advance.say("a line of its own")
     assert capsys.readouterr().err == "a line of its own\n"
 
@@ -252,6 +252,44 @@ def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.Monkey
         "score: 25 %, 1 s so far, 2 h in all",
         "score: 50 %, 56 s left, 2 h in all",
     ]
+
+
+def _spoken(
+    work: progress.Progress, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> dict[float, str]:
+    """Lines of the first 300 seconds of a work that counts nothing, by the second."""
+    spoke: dict[float, str] = {}
+    with work as advance:
+        begun = clock(0.0)
+        for _ in range(300):
+            now = clock(1.0)
+            advance(0)
+            if lines := capsys.readouterr().err.splitlines():
+                (spoke[now - begun],) = lines
+    return spoke
+
+
+def test_the_time_so_far_differs_from_line_to_line(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = {float(seconds): f"convert: 0 %, {seconds} s so far" for seconds in range(10, 180, 10)}
+    assert _spoken(progress.Progress(9, "convert"), clock, capsys) == {
+        **often,
+        230: "convert: 0 %, 4 min so far",
+        290: "convert: 0 %, 5 min so far",
+    }
+
+
+class _Hanging(progress.Progress):
+    def _details(self) -> list[str]:
+        return ["waits"]
+
+
+def test_a_line_that_says_the_same_as_the_one_before_is_left_out_for_a_minute(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoke = _spoken(_Hanging(9, "convert"), clock, capsys)
+    assert spoke == dict.fromkeys((10, 70, 130, 190, 250), "convert: 0 %, waits")
 
 
 def test_a_worker_leaves_progress_to_the_process_that_started_it(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+import hddm as library
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Record, read_record
+from hddm.utils.records import FolderManifest, Record, parse_record, read_record
 from tests.artefacts import refusal
 
 KNOWN = "2.3"
@@ -85,3 +86,18 @@ def test_an_error_is_the_same_out_of_another_process(
     assert str(error) == str(again) == text
     assert (again.message, again.details) == (error.message, error.details)
     assert len(error.details) == len(details)
+
+
+def test_no_field_answers_with_a_regular_expression() -> None:
+    """A field with a pattern is refused with that pattern, which nobody can read."""
+    package = Path(library.__file__).parent
+    for path in package.rglob("*.py"):
+        assert "pattern=" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("text", ["", "0" * 63, "A" * 64, "0" * 64 + "\n"])
+def test_what_is_no_hash_is_told_what_a_hash_looks_like(text: str) -> None:
+    content = {"format": "1.0", "files": {"a": text}}
+    assert "is no SHA-256, which has 64 digits" in refusal(
+        parse_record, content, FolderManifest, "it"
+    )
