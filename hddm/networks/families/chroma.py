@@ -75,7 +75,8 @@ class Chroma(Flux):
             network = self.network(**arguments)
         embedding: Any = network.time_text_embed
         channels = network.config["approximator_num_channels"] // 4
-        return type(embedding)(channels, len(embedding.mod_proj)).mod_proj
+        found: Tensor = type(embedding)(channels, len(embedding.mod_proj)).mod_proj
+        return found
 
     def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
         given = dict(conditions)

@@ -327,7 +327,8 @@ class Family:
     def buffer(self, name: str, arguments: Config) -> Tensor:
         """The buffer ``name``, one of `computed`, of a network with these arguments."""
         none = dict.fromkeys(self.depths[0], 0) if self.depths else {}
-        return self.network(**{**arguments, **none}).get_buffer(name)
+        found: Tensor = self.network(**{**arguments, **none}).get_buffer(name)
+        return found
 
     def sizes(self, config: Config) -> SampleSizes | None:
         """Sizes of samples that the network takes; None if that is only the one that its config states."""

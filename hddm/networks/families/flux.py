@@ -39,7 +39,7 @@ class Flux(Family):
 
     name = "FluxTransformer2DModel"
     layout = "diffusers-flux"
-    depths = (("num_layers", "num_single_layers"),)
+    depths: tuple[tuple[str, ...], ...] = (("num_layers", "num_single_layers"),)
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     pipelines = (
         Pipeline(
@@ -57,7 +57,7 @@ class Flux(Family):
         sample_size=128,
     )
     time_factor = 1000.0
-    settings = ("guidance",)
+    settings: tuple[str, ...] = ("guidance",)
     residuals = ("controlnet_block_samples", "controlnet_single_block_samples")
     lora_layers = rf"{Family.lora_layers}|single_transformer_blocks\.\d+\.proj_(mlp|out)"
     text_key = "joint_attention_dim"
