@@ -27,7 +27,7 @@ from hddm.networks.identity import TextEncoderRecord, UnreadVae
 from hddm.networks.prompts import refuse_without_tokenizer, several_in, texts_record_of
 from hddm.networks.vae import vae_record_of
 from hddm.prompt_router import Topic
-from hddm.utils.errors import an
+from hddm.utils.errors import an, in_words
 from hddm.utils.files import inside
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 
@@ -56,7 +56,7 @@ def how_to_add(folder: Path, missing: Sequence[str], trusts: bool) -> str:
     is_expert = (folder / EXPERT_FILE).exists()
     if is_expert or (folder / ENSEMBLE_FILE).exists():
         return adding_command(folder, missing, is_expert, trusts)
-    return f"as {' and '.join(str(folder / name) for name in missing)}"
+    return f"as {in_words([str(folder / name) for name in missing])}"
 
 
 class _TextEncoder(NamedTuple):

@@ -425,8 +425,8 @@ def test_what_cannot_be_served_is_refused_before_ray_starts(
         serve(classes, host="0.0.0.0")
     write_paris(tmp_path / "paris")
     told = refusal(serve, tmp_path / "paris")
-    assert "paris: lacks vae to make images of expert 0" in told
-    assert f"add what is missing (as {tmp_path / 'paris/vae'})" in told
+    assert "paris: lacks vae, text_encoder and tokenizer to make images of expert 0" in told
+    assert f"add what is missing (as {tmp_path / 'paris/vae'}, {tmp_path}" in told
 
 
 def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart_s(

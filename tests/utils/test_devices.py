@@ -77,7 +77,7 @@ def test_what_auto_chose_is_told_when_a_training_or_sampling_begins(
     dtype, precision = "`dtype` auto: chose bfloat16 on cpu", "`mixed_precision` auto: chose"
     assert begin("auto", "auto") == [dtype, f"{precision} bf16 on cpu"]
     # A run that goes on keeps what it had.
-    before = {"mixed_precision": "fp16"}
+    before = {"mixed_precision": "fp16", "objective": "flow"}
     assert begin("auto", "auto", before) == [dtype, f"{precision} fp16 on cpu"]
 
 
