@@ -4,25 +4,20 @@ Conditions (class labels, prompts, tensors in a file) are cycled over the images
 only; a sheet of all images may lie beside it (`write_sheet`).
 """
 
-import json
 import logging
-import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.classes import class_indices
 from hddm.condition_names import LABELS, TEXT
 from hddm.conditions import Conditions
-from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
+from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import COMPONENTS, unnumbered
@@ -30,14 +25,24 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.programs.permission import opens_programs
 from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
-from hddm.pipelines.picture_texts import KEY, PictureTexts
+from hddm.pipelines.picture_texts import PictureTexts
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.pipelines.sample_records import (
+    FORMAT,
+    IMAGE,
+    LATENTS_FILE,
+    identity_of,
+    lines_of,
+    record_of,
+    refuse_other_samples,
+)
+from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
 from hddm.running import Batch, Plan, run
 from hddm.sampling import batches, drawn_from
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, errors_as
-from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
+from hddm.utils.files import read_whole, sha256_of, write_json
 from hddm.utils.memory import Fitting
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, model_hash
@@ -48,22 +53,13 @@ from hddm.utils.tensors import (
     read_safetensors,
     report_choice,
 )
-from hddm.utils.work import Draft, differences, open_draft
+from hddm.utils.work import Draft, open_draft
 
-FORMAT = "1.7"
-LATENTS_FILE = "latents.safetensors"
-IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images whose experts are drawn together, so that each expert gets large batches."""
 ENOUGH = 32
 """Number of images from which on a router is doubted if it uses one expert for all."""
-IN_LINE = 50
-"""Images whose experts stand in one line of the record."""
 NEGATIVE = "negative_"
-COLUMNS, ROWS = 20, 40
-"""Maximum numbers of images side by side, and of rows."""
-LARGEST = 256
-"""Largest height and width of a cell in pixels."""
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +90,11 @@ def sample_to_folder(
     run = SamplingRun(source, pipeline, settings, how)
     _say_unused(settings)
     settings = settings.model_copy(update=_what_runs(settings, how))
-    record = _record(source, settings, pipeline, run.cycles.given) | {"begins_at": _begins_at(how)}
-    sheet, identity = sheet_path(out), _identity(record)
+    record = record_of(source, settings, pipeline, how, run.cycles.given)
+    sheet, identity = sheet_path(out), identity_of(record)
     is_finished = resume and not overwrite and (out / SAMPLING_FILE).is_file()
     if is_finished:
-        _refuse_other(out, settings, identity)
+        refuse_other_samples(out, settings, identity)
         Draft(out, "sampling").discard_finished()
         log.info("%s: is finished; nothing is left to do", out)
     elif grid and sheet.exists() and not overwrite:
@@ -214,22 +210,6 @@ def _what_runs(settings: SampleSettings, how: Plan) -> dict[str, Any]:
         "strength": None if picture is None else picture.strength,
         "resampling_steps": None if picture is None or picture.mask is None else picture.repeats,
     }
-
-
-def _begins_at(how: Plan) -> float | list[float] | None:
-    """The time at which networks begin, after the first step (`hddm.times`); None where there is none.
-
-    It is a list, of each expert in order, where every image has an expert of its own and these differ.
-    """
-    if how.native is not None:
-        return None
-    if how.expert is None and how.model.strategy == "draw":
-        found = [how.beginning_of([k]).time for k in range(len(how.model.experts))]
-    else:
-        found = [how.beginning_of(None if how.expert is None else [how.expert]).time]
-    if min(found) == float(how.times[0]):
-        return None
-    return found[0] if len(set(found)) == 1 else found
 
 
 def _say_unused(settings: SampleSettings) -> None:
@@ -432,81 +412,6 @@ def _texts(
     )
 
 
-def lines_of(makers: Mapping[int, int]) -> dict[str, str]:
-    """Experts of images in order, `IN_LINE` to a line, each under the number of its first image."""
-    numbers, found = sorted(makers), {}
-    for start in range(0, len(numbers), IN_LINE):
-        line = numbers[start : start + IN_LINE]
-        experts = [str(makers[number]) for number in line]
-        found[f"{line[0]:05d}"] = " ".join(experts)
-    return found
-
-
-def _record(
-    source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    # One VAE for all experts, or a list if they differ.
-    vaes = [one.vae and one.vae.model_dump(mode="json") for one in pipeline.experts.records]
-    strategy = None
-    if settings.expert is None:
-        strategy = settings.strategy or pipeline.record.strategy
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "hddm": version("hddm-diffusion"),
-        "source": str(source),
-        "source_sha256": model_hash(source, sha256_once),
-    }
-    record |= settings.model_dump(mode="json")
-    for name in ("conditions", "init_image", "mask"):
-        path = getattr(settings, name)
-        if path is not None:
-            record[f"{name}_sha256"] = sha256_of(path)
-    return record | {
-        "device": str(available_device(settings.device)),
-        "strategy": strategy,
-        "model_shift": pipeline.record.shift,
-        "weights": sorted({one.weights for one in pipeline.experts.records}),
-        "vae": vaes[0] if all(one == vaes[0] for one in vaes) else vaes,
-        "class_labels": given[LABELS].tolist() if LABELS in given else None,
-        "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
-    }
-
-
-_FREE = {"format", "hddm", "offload", "max_memory", "expert_use", "batch_ran", "metadata"}
-"""Keys of the record that change no pixel."""
-_HASHED = {
-    "source",
-    "conditions",
-    "init_image",
-    "mask",
-    "model_shift",
-    "weights",
-    "vae",
-    "class_names",
-}
-"""Keys of the record that the hash of the source or of the conditions covers."""
-
-
-def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    # Format 1.5 has the default of what only a mask uses.
-    unused = set() if record.get("mask") else {"resampling_steps"}
-    return {key: value for key, value in record.items() if key not in _FREE | _HASHED | unused}
-
-
-def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
-    """Refuse to resume a finished run of other settings, or one that lacks an image."""
-    differing = differences(_identity(read_json(out / SAMPLING_FILE)), identity)
-    if differing:
-        text = "holds samples of other options; choose another `out`, or `overwrite=True`"
-        raise HddmError(f"{out}: {text}", map(str, differing))
-    names = [IMAGE.format(number) for number in settings.numbers]
-    if settings.output_type == "latent":
-        names = [LATENTS_FILE]
-    for name in names:
-        if not (out / name).is_file():
-            raise HddmError(f"{out}: lacks {name}; `overwrite=True` makes all images anew")
-
-
 def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
     """Conditions with one row per distinct value, which the images take in turn.
 
@@ -541,52 +446,3 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
     if has_empty_text and not {TEXT, LABELS} & found.given.keys():
         warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)
     return found
-
-
-def class_names(given: Mapping[str, Tensor], classes: Sequence[str]) -> tuple[str, ...]:
-    """Names of the labels among ``given``, or numbers without a name; empty without labels."""
-    labels = given[LABELS].tolist() if LABELS in given else []
-    found = []
-    for k in labels:
-        found.append(classes[k] if 0 <= k < len(classes) else str(k))
-    return tuple(found)
-
-
-def sheet_path(out: Path) -> Path:
-    """Path of the sheet for the samples in ``out``: ``samples.grid.png`` beside ``samples``."""
-    return out.with_name(f"{out.name}.grid.png")
-
-
-_IN_SHEET = (
-    "prompts",
-    "negative_prompt",
-    "clip_skip",
-    "long_prompt",
-    "class_names",
-    "steps",
-    "solver",
-    "guidance_scale",
-    "seed",
-)
-"""What a sheet's file says of all its images."""
-
-
-def write_sheet(out: Path, images: Sequence[Path], record: Mapping[str, Any] | None = None) -> str:
-    """Write images of one size as one PNG, a square if there are few; return a line about it for the user.
-
-    The file says what they have in common, by the ``record`` of their folder; nothing without one.
-    """
-    path = sheet_path(out)
-    columns = min(math.ceil(math.sqrt(len(images))), COLUMNS)
-    chosen = images[: columns * ROWS]
-    with Image.open(images[0]) as first:
-        longest = max(first.size)
-    cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
-    sheet = contact_sheet(chosen, Image.open, columns, cell)
-    texts = PngInfo()
-    if record is not None:
-        names = (*_IN_SHEET, "strategy", "source_sha256", "hddm")
-        content = {name: record[name] for name in names if record[name]}
-        texts.add_itxt(KEY, json.dumps(content, ensure_ascii=False))
-    write_whole(path, lambda draft: sheet.save(draft, "png", pnginfo=texts), overwrite=False)
-    return f"{path}: {len(chosen)} of {len(images)}"

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from hddm.data.images import save_png
-from hddm.pipelines.samples import COLUMNS, ROWS, sheet_path, write_sheet
+from hddm.pipelines.sheets import COLUMNS, ROWS, sheet_path, write_sheet
 from tests.artefacts import Command, contents
 
 GROUND = 128
