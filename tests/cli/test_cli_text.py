@@ -207,7 +207,7 @@ def test_a_missing_vae_is_named_and_can_be_added(
     prompted = hddm("sample", bare, *options, "--prompt", "a cat")[2]
     assert f"add vae, text_encoder and tokenizer ({adding})" in prompted
     served = refusal(names_of, bare)
-    assert "lacks vae, text_encoder and tokenizer to make images of expert 0; add" in served
+    assert "lacks vae, text_encoder and tokenizer to make images of expert epsilon; add" in served
     assert f"add what is missing ({adding})" in served
     assert hddm("assemble", bare, "--vae", ensemble / "vae")[0] == 0
     error = hddm("sample", bare, *options, "--prompt", "a cat")[2]
