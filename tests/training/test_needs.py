@@ -252,7 +252,7 @@ def test_a_dry_run_writes_nothing_and_nothing_is_in_its_way(
         code, said, told = hddm(*words)
         assert code == 0, told
         assert "dry run: nothing is written" in said
-        assert "measures" in caplog.text
+        assert "dry run: runs steps of one sample" in caplog.text
         assert list(tmp_path.iterdir()) == []
     out.mkdir()
     (out / "mine.txt").write_text("mine")
