@@ -66,6 +66,7 @@ class BertAndT5(Prompts):
 
 
 _PROMPTS = BertAndT5((BERT, T5), t5_tokens=256)
+_UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 
 class Hunyuan(Family):
@@ -78,16 +79,7 @@ class Hunyuan(Family):
     layout = "diffusers-hunyuandit"
     blocks = ("HunyuanDiTBlock",)
     pipelines = (
-        Pipeline(
-            "HunyuanDiTPipeline",
-            prompts=_PROMPTS,
-            has_text=True,
-            options={
-                "safety_checker": None,
-                "feature_extractor": None,
-                "requires_safety_checker": False,
-            },
-        ),
+        Pipeline("HunyuanDiTPipeline", prompts=_PROMPTS, has_text=True, options=_UNCHECKED),
     )
     multiplied = (TEXT, _T5_TEXT)
     settings = (_SIZE, _STYLE)
@@ -95,32 +87,9 @@ class Hunyuan(Family):
     text_key = "cross_attention_dim"
 
     def conditions(self, config: Config) -> Taken:
-        for problem in self._problems(config):
-            raise HddmError(f"{problem}; correct it in the config")
+        if problems := _problems(config):
+            raise HddmError(f"{'; '.join(problems)}; correct the config")
         return Taken((*_PROMPTS.conditions, *(self.settings if _takes_size(config) else ())))
-
-    def _problems(self, config: Config) -> list[str]:
-        """Numbers of a config that build a network which cannot run."""
-        found = []
-        layers, heads = count(config, "num_layers") or 0, count(config, "num_attention_heads") or 0
-        head, width = count(config, "attention_head_dim") or 0, count(config, "hidden_size")
-        t5_width = count(config, "cross_attention_dim_t5") or 0
-        if layers < 2 or layers % 2:
-            found.append(f"num_layers is {layers}, and skips join pairs of layers")
-        if head < 4 or head % 4:
-            found.append(f"attention_head_dim is {head}, and places take a multiple of 4")
-        if width != heads * head:
-            found.append(
-                f"hidden_size is {width}, and num_attention_heads × attention_head_dim is {heads * head}"
-            )
-        if t5_width < _HEADS or t5_width % _HEADS:
-            found.append(f"cross_attention_dim_t5 is {t5_width}, and is divided by {_HEADS} heads")
-        for key, tokens in (("text_len", BERT), ("text_len_t5", T5)):
-            if count(config, key) != (wanted := _PROMPTS.length(tokens)):
-                found.append(f"{key} is {config.get(key)}, and prompts have {wanted} tokens")
-        if not count(config, "patch_size"):
-            found.append(f"patch_size is {config.get('patch_size')}, and must be 1 or more")
-        return found
 
     def has_variance_head(self, config: Config) -> bool:
         return bool(config.get("learn_sigma", True))
@@ -183,6 +152,30 @@ class Hunyuan(Family):
 
 def _takes_size(config: Config) -> bool:
     return bool(config.get("use_style_cond_and_image_meta_size", True))
+
+
+def _problems(config: Config) -> list[str]:
+    """Numbers of a config that build a network which cannot run."""
+    found = []
+    layers, heads = count(config, "num_layers") or 0, count(config, "num_attention_heads") or 0
+    head, width = count(config, "attention_head_dim") or 0, count(config, "hidden_size")
+    t5_width = count(config, "cross_attention_dim_t5") or 0
+    if layers < 2 or layers % 2:
+        found.append(f"num_layers is {layers}, and skips join pairs of layers")
+    if head < 4 or head % 4:
+        found.append(f"attention_head_dim is {head}, and places take a multiple of 4")
+    if width != heads * head:
+        found.append(
+            f"hidden_size is {width}, and num_attention_heads × attention_head_dim is {heads * head}"
+        )
+    if t5_width < _HEADS or t5_width % _HEADS:
+        found.append(f"cross_attention_dim_t5 is {t5_width}, and is divided by {_HEADS} heads")
+    for key, tokens in (("text_len", BERT), ("text_len_t5", T5)):
+        if count(config, key) != (wanted := _PROMPTS.length(tokens)):
+            found.append(f"{key} is {config.get(key)}, and prompts have {wanted} tokens")
+    if (count(config, "patch_size") or 0) < 1:
+        found.append(f"patch_size is {config.get('patch_size')}, and must be 1 or more")
+    return found
 
 
 def _places(config: Any, x: Tensor) -> tuple[Tensor, Tensor]:
