@@ -181,6 +181,8 @@ def test_the_time_both_texts_and_their_padding_each_change_the_output(
 
 
 def _pictures(pipe: Any, **more: Any) -> Tensor:
+    # The pipeline of ControlNet encodes its picture by noise of its own.
+    torch.manual_seed(0)
     made = pipe(
         PROMPTS,
         negative_prompt=[AGAINST] * 2,
@@ -426,8 +428,13 @@ def test_a_bert_without_the_pooler_that_is_not_read_is_the_same_one(
     source: Path, tmp_path: Path
 ) -> None:
     other = copied(source, tmp_path)
-    (file,) = (other / "text_encoder").glob("*.safetensors")
-    weights = {name: one for name, one in load_file(file).items() if "pooler" not in name}
+    weights = {}
+    for path in (other / "text_encoder").glob("*.safetensors*"):
+        weights |= load_file(path) if path.suffix == ".safetensors" else {}
+        path.unlink()
+    file = other / "text_encoder" / "model.safetensors"
+    assert weights.pop("pooler.dense.weight").shape == (24, 24)
+    del weights["pooler.dense.bias"]
     save_file(weights, file, {"format": "pt"})
     assert PipelineText(other).record == PipelineText(source).record
     weights.pop("embeddings.LayerNorm.weight")
@@ -470,7 +477,7 @@ def test_a_config_of_a_network_that_cannot_run_is_refused_in_one_line(key: str) 
     [
         ("text_encoder/config.json", {"hidden_act": "evil"}, "no text encoder can be built"),
         ("text_encoder/config.json", {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
-        ("tokenizer/tokenizer_config.json", {"auto_map": {"a": "b"}}, "unknown key 'auto_map'"),
+        ("tokenizer/tokenizer_config.json", {"auto_map": {"a": "b"}}, "names code of its own"),
         ("tokenizer/tokenizer_config.json", {"tokenizer_class": "Evil"}, "holds an Evil"),
         ("model_index.json", {"text_encoder": ["mine", "Evil"]}, "must be a BertModel"),
         ("transformer/config.json", {"num_layers": 10**6}, "its depth is 1000000"),

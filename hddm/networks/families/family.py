@@ -220,6 +220,9 @@ class Family:
     """Names of the linear layers of attention and MLPs, which adapters change; a regular expression."""
     lora_parameters: str = r"(?!)"
     """Names of parameters that are no layer's own weight and that adapters change too."""
+    exact_layers: str = r"(?!)"
+    """Names of linear layers that are never held in int8, as another module reads their weights; a regular
+    expression."""
     text_key: str | None = None
     """Key of its config that holds the width of its text tokens."""
     states_size: bool = True

@@ -84,6 +84,7 @@ class Hunyuan(Family):
     multiplied = (TEXT, _T5_TEXT)
     settings = (_SIZE, _STYLE)
     residuals = (_SKIPS,)
+    exact_layers = r"time_extra_emb\.pooler\..+"
     text_key = "cross_attention_dim"
 
     def conditions(self, config: Config) -> Taken:
