@@ -73,7 +73,7 @@ class TextEncoderClass:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the class."""
     unused: tuple[str, ...] = ()
-    """Tensors of its files that are left out, beside those of `options`."""
+    """Tensors of its files that are left out."""
 
 
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"

@@ -1,6 +1,6 @@
-"""CLIP and T5 text encoders with their tokenizers: they turn prompts into the tokens that experts take.
+"""CLIP, T5 and BERT text encoders and their tokenizers, which turn prompts into tokens that experts take.
 
-Both are read from local files that are checked before transformers opens them.
+All are read from local files that are checked before transformers opens them.
 """
 
 import contextlib
@@ -153,7 +153,7 @@ def read_text_encoder(
     variant: str | None = None,
     kind: str | None = None,
 ) -> Any:
-    """Read the CLIP or T5 text encoder in a folder or file, in evaluation mode.
+    """Read the text encoder in a folder or file, in evaluation mode: CLIP, T5, or BERT by its ``kind``.
 
     Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
     projection, which is used with the ``kind`` `CLIP_PROJECTED`; by default the kind is the config's, without
