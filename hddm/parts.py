@@ -23,8 +23,8 @@ from hddm.condition_names import LABELS, TEXT
 from hddm.conditions import can_guide
 from hddm.fit import Candidate, Findings, are_alike, compare_kinds
 from hddm.guidance import Guidance
-from hddm.networks.families import sample_settings
-from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
+from hddm.networks.families import sample_settings, text_conditions
+from hddm.networks.wrappers import missing_from
 from hddm.prompt_router import PromptRouter, Topic
 from hddm.utils.errors import HddmError, UsageError, one_line
 from hddm.utils.tensors import to_float64, within
@@ -379,7 +379,7 @@ class Parts:
         number = self.texts[index]
         names = {}
         for name in self.experts[index].conditions or ():
-            is_numbered = number > 0 and name in TEXT_CONDITIONS
+            is_numbered = number > 0 and name in text_conditions()
             names[name] = f"{name}_{number + 1}" if is_numbered else name
         return names
 
@@ -413,7 +413,7 @@ class Parts:
 
 def asked_for(conditions: Collection[str]) -> str:
     """What samples of these conditions ask for, in words: the prompt, the class, or the conditions' names."""
-    if any(name.startswith(TEXT_CONDITIONS) for name in conditions):
+    if any(name.startswith(text_conditions()) for name in conditions):
         return "the prompt"
     names = sorted(set(conditions) - sample_settings())
     return "the class" if names == [LABELS] else " and ".join(names)

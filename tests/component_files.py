@@ -7,6 +7,9 @@ from typing import Any, Literal
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
 from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
@@ -75,7 +78,7 @@ def texts_in(root: Path) -> dict[str, Path]:
     return {name: root / name for name in ("text_encoder", "tokenizer")}
 
 
-def _scatter(model: CLIPTextModel | T5EncoderModel) -> None:
+def _scatter(model: CLIPTextModel | T5EncoderModel | BertModel) -> None:
     model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -98,6 +101,22 @@ def write_t5(root: Path, width: int = 16, seed: int = 0) -> T5EncoderModel:
     torch.manual_seed(seed)
     config = T5Config(vocab_size=40, d_model=width, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
     model = T5EncoderModel(config)
+    _scatter(model)
+    model.save_pretrained(root / "text_encoder")
+    return model
+
+
+def write_bert(root: Path, width: int = 16, seed: int = 0) -> BertModel:
+    """Write ``root/text_encoder``, which is returned, and ``root/tokenizer``, for texts of letters."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "dog", *letters]
+    words += [f"##{letter}" for letter in letters]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    BertTokenizer(vocab=vocabulary, model_max_length=77).save_pretrained(root / "tokenizer")
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(words), num_hidden_layers=2, **sizes)
+    model = BertModel(config)
     _scatter(model)
     model.save_pretrained(root / "text_encoder")
     return model

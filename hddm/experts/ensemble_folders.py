@@ -14,6 +14,7 @@ manifest.json            the hashes of all these (`hddm.utils.records`)
 so nothing that a folder says decides which code runs.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -144,6 +145,7 @@ MOMENTS_EVIDENCE = 10.0
 """Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 _TEXT_FILES = (".json", ".txt", ".md")
+_VOCABULARIES = frozenset(itertools.chain.from_iterable(TOKENIZERS.values()))
 
 
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
@@ -370,6 +372,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         link_or_copy(weights, target / stored)
     for path in sorted(folder.iterdir()):
         is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
+        is_text |= path.name in _VOCABULARIES
         # An index may be of other weights.
         is_other = path.name == MANIFEST or ".index." in path.name
         if is_text and not is_other and inside(folder, path.name).is_file():

@@ -5,7 +5,8 @@ prompts is a fact of their families (`hddm.networks.families`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 PIPELINE = "pipeline"
 """Key that an expert keeps in the config of the one T5 of a pipeline: the class of that pipeline."""
@@ -65,12 +66,28 @@ class TextEncoderClass:
     """Key of its config that holds its number of layers."""
     sizes: tuple[str, ...]
     """Keys of its config that are read. All others are left out."""
+    label: str
+    """What messages call it."""
+    is_masked: bool = False
+    """True if it does not see padding, so that the word that pads does not matter."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the class."""
+    unused: tuple[str, ...] = ()
+    """Tensors of its files that are left out."""
 
 
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
-CLIP_TOKENIZER, T5_TOKENIZER = "CLIPTokenizer", "T5Tokenizer"
-TOKENIZERS = (CLIP_TOKENIZER, T5_TOKENIZER)
-"""Classes that read a tokenizer; its config may name them with "Fast" at the end."""
+BERT = "BertModel"
+CLIP_TOKENIZER, T5_TOKENIZER, BERT_TOKENIZER = "CLIPTokenizer", "T5Tokenizer", "BertTokenizer"
+TOKENIZERS: Mapping[str, tuple[str, ...]] = {
+    CLIP_TOKENIZER: ("vocab.json", "merges.txt"),
+    T5_TOKENIZER: ("spiece.model",),
+    BERT_TOKENIZER: ("vocab.txt",),
+}
+"""Files of the classes that read a tokenizer, which tokenizer.json may replace.
+
+A config may name the classes with "Fast" at the end.
+"""
 _CLIP_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -95,14 +112,37 @@ _T5_SIZES = (
     "relative_attention_max_distance",
     "feed_forward_proj",
 )
-_CLIP_CLASS = TextEncoderClass(CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES)
-_T5_CLASS = TextEncoderClass(T5, T5_TOKENIZER, "num_layers", _T5_SIZES)
+_BERT_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "hidden_act",
+    "layer_norm_eps",
+)
+_CLIP_CLASS = TextEncoderClass(CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES, "CLIP")
+_T5_CLASS = TextEncoderClass(T5, T5_TOKENIZER, "num_layers", _T5_SIZES, "T5", is_masked=True)
+_BERT_CLASS = TextEncoderClass(
+    BERT,
+    BERT_TOKENIZER,
+    "num_hidden_layers",
+    _BERT_SIZES,
+    "BERT",
+    is_masked=True,
+    # What it makes of the first token, which pipelines do not read.
+    options={"add_pooling_layer": False},
+    unused=("pooler.dense.weight", "pooler.dense.bias"),
+)
 TEXT_ENCODERS: Mapping[str, TextEncoderClass] = {
     CLIP: _CLIP_CLASS,
     # Read without its projection, unless a pipeline needs it.
     CLIP_PROJECTED: _CLIP_CLASS,
     T5: _T5_CLASS,
+    BERT: _BERT_CLASS,
 }
 """The class that reads a text encoder, by the class that its config names."""
 READ_TEXT_ENCODERS = (CLIP, T5)
-"""Classes by which text encoders are read."""
+"""Classes by which a text encoder is read that is a pipeline's only one."""

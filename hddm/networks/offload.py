@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.families import Family
 from hddm.networks.prefetch import (
     Arrival,
     Fetched,
@@ -35,6 +37,7 @@ from hddm.networks.prefetch import (
     has_streams,
     pinned,
 )
+from hddm.networks.wrappers import family_behind
 from hddm.settings import INT8_IN_FLOAT64
 from hddm.utils.errors import HddmError, UsageError, optional, sizes_apart
 from hddm.utils.machine import bytes_of
@@ -392,8 +395,10 @@ class StoredNetwork(nn.Module):
         self.shelf.forget(self)
         # Attention of torch holds three linear layers in one weight.
         names = {name for name in self._shapes if name.endswith("in_proj_weight")}
+        family = family_behind(self.network)
+        exact = Family.exact_layers if family is None else family.exact_layers
         for name, module in self.network.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and not re.fullmatch(rf"(model\.)?({exact})", name):
                 names.add(f"{name}.weight")
         self._in_int8 = frozenset(names)
 

@@ -24,10 +24,10 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from hddm.condition_names import TEXT
+from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
-from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
+from hddm.networks.encoders import CLIP, READ_TEXT_ENCODERS, T5, TEXT_ENCODERS
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
@@ -40,6 +40,7 @@ from hddm.networks.text_encoder import (
     class_stated,
     cuts,
     embed,
+    mean_of_text,
     padding_of,
     quiet,
     read_text_encoder,
@@ -52,6 +53,7 @@ from hddm.networks.text_encoder import (
 )
 from hddm.utils.errors import HddmError, UsageError, an, in_words, one_line
 from hddm.utils.files import inside, read_json, write_json
+from hddm.utils.tensors import append_dims
 
 ZEROS = "force_zeros_for_empty_prompt"
 """Key of `MODEL_INDEX`: True where the negative prompt "" becomes zeros."""
@@ -83,10 +85,10 @@ def several_in(folder: Path) -> str | None:
 def text_parts(conditions: Collection[str]) -> tuple[str, ...]:
     """The components that read prompts for a network with these conditions.
 
-    Where it takes vectors of prompts too, that is one folder of prompts, with tokenizers inside.
+    Where several text encoders make them, that is one folder of prompts, with tokenizers inside.
     """
     for one in pipelines().values():
-        if one.prompts is not None and one.prompts.pooled in conditions:
+        if one.prompts is not None and set(one.prompts.conditions) <= set(conditions):
             return ("text_encoder",)
     return ("text_encoder", "tokenizer")
 
@@ -154,8 +156,8 @@ class PromptEncoders(nn.Module):
     ) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
-        Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for what is not
-        finite, and for a ``reading`` that these encoders do not take.
+        Longer ones are cut; with ``warns`` each kind of encoder warns of it. Raises `HddmError` for what is
+        not finite, and for a ``reading`` that these encoders do not take.
         """
         family, texts = self.prompts, list(prompts)
         for text in texts:
@@ -165,24 +167,16 @@ class PromptEncoders(nn.Module):
         if not reading.is_plain:
             return self._embed_by(reading, texts, is_negative)
         # Several CLIPs cut alike.
-        readers = {}
-        for one in self.tokenizers.values():
-            readers["T5" if "T5" in type(one).__name__ else "CLIP"] = one
-        for kind, words in readers.items() if warns else ():
-            limit = family.t5_tokens if kind == "T5" else words.model_max_length
-            for _, cut in cuts(words, texts, limit):
-                text = f"{kind}: {cut}" if family.t5_tokens else cut + READS_ALL
+        readers = dict(zip(family.encoders, self.tokenizers.values(), strict=True))
+        by_label = {TEXT_ENCODERS[kind].label: kind for kind in readers}
+        for label, kind in by_label.items() if warns else ():
+            words, limit = readers[kind], family.length(kind)
+            for _, cut in cuts(words, texts, words.model_max_length if limit is None else limit):
+                text = f"{label}: {cut}" if family.t5_tokens else cut + READS_ALL
                 warnings.warn(text, UserWarning, stacklevel=2)
-        others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
-        own = dict[str, Any]()
-        if family.t5_tokens:
-            own["max_sequence_length"] = family.t5_tokens
-        if family.encodes_negatives:
-            own["do_classifier_free_guidance"] = False
         with quiet():
-            tokens, *rest = self._pipe.encode_prompt(texts, **others, device=self.device, **own)
-        pooled = rest[1 if family.encodes_negatives else 0]
-        return self._embedded(tokens, pooled, texts, is_negative)
+            conditions = family.encode(self._pipe, texts, self.device)
+        return self._embedded(conditions, texts, is_negative)
 
     def _embed_by(
         self, reading: PromptReading, texts: Sequence[str], is_negative: bool
@@ -194,16 +188,21 @@ class PromptEncoders(nn.Module):
             found.append(read_states(encoder, words, texts, reading, layer=1, norm=False))
         tokens = torch.cat([one.hidden for one in found], -1)
         vectors = found[-1].first[0].view(len(texts), reading.chunks, -1)
-        return self._embedded(tokens, vectors[:, 0], texts, is_negative)
+        conditions = {TEXT: tokens, self.prompts.pooled: vectors[:, 0]}
+        return self._embedded(conditions, texts, is_negative)
 
     def _embedded(
-        self, tokens: Tensor, pooled: Tensor, texts: Sequence[str], is_negative: bool
+        self, conditions: dict[str, Tensor], texts: Sequence[str], is_negative: bool
     ) -> Embedded:
         """Conditions of prompts, where empty negative ones may be zeros."""
         if is_negative and self.empty_is_zero:
-            given = torch.tensor([bool(text) for text in texts], device=tokens.device)
-            tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
-        return checked_embedding(Embedded({TEXT: tokens, self.prompts.pooled: pooled}, pooled))
+            given = torch.tensor([bool(text) for text in texts], device=conditions[TEXT].device)
+            for name, one in conditions.items():
+                conditions[name] = one * append_dims(given, one.ndim)
+        pooled = conditions.get(self.prompts.pooled)
+        if pooled is None:
+            pooled = mean_of_text(conditions[TEXT], conditions[TEXT_MASK])
+        return checked_embedding(Embedded(conditions, pooled))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the parts into ``folder``."""
@@ -269,15 +268,16 @@ def joint_record(
     pipeline: str, records: Sequence[TextEncoderRecord], empty_is_zero: bool
 ) -> TextEncoderRecord:
     """Identity of the text encoders of a ``pipeline`` with several, of their ``records`` in order."""
-    family, clip, last = prompts_of(pipeline), records[0], records[-1]
+    family = prompts_of(pipeline)
     of_empty = str(empty_is_zero) if family.has_zeros_key else ""
     marks = [f"{one.fingerprint}{one.padding}" for one in records]
     joined = ("".join(marks) + of_empty).encode()
+    tokens, width = family.shape([one.tokens for one in records], [one.width for one in records])
     return TextEncoderRecord(
         kind=pipeline,
         fingerprint=hashlib.sha256(joined).hexdigest()[:16],
-        tokens=clip.tokens * (family.joins or not family.t5_tokens) + family.t5_tokens,
-        width=last.width if family.t5_tokens else sum(one.width for one in records),
+        tokens=tokens,
+        width=width,
     )
 
 
@@ -304,7 +304,7 @@ class PipelineText:
             return f"its {MODEL_INDEX} names no class (_class_name); hddm can encode prompts of {known}"
         if pipeline is None and name not in (None, *encoded):
             return f"{one_line(name, 60)} is no class whose prompts hddm can encode (those are {known})"
-        if pipeline is None and text_encoder_class(config) is None:
+        if pipeline is None and text_encoder_class(config) not in READ_TEXT_ENCODERS:
             return f"the one beside {class_stated(config)}, not {an(CLIP)} or {an(T5)}"
         if pipeline is None and find_weights(encoder, STEM, self.variant) is None:
             return f"there is no text_encoder/{STEM}.safetensors beside"

@@ -1,6 +1,6 @@
-"""CLIP and T5 text encoders with their tokenizers: they turn prompts into the tokens that experts take.
+"""CLIP, T5 and BERT text encoders and their tokenizers, which turn prompts into tokens that experts take.
 
-Both are read from local files that are checked before transformers opens them.
+All are read from local files that are checked before transformers opens them.
 """
 
 import contextlib
@@ -24,9 +24,10 @@ from hddm.networks.encoders import (
     CLIP_PROJECTED,
     CLIP_TOKENIZER,
     PIPELINE,
-    T5,
+    READ_TEXT_ENCODERS,
     TEXT_ENCODERS,
     TOKENIZERS,
+    TextEncoderClass,
 )
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Pipeline
@@ -54,6 +55,8 @@ _KEYS = {
     ),
     *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
     *("extra_ids", "legacy", "sp_model_kwargs"),
+    *("cls_token", "do_basic_tokenize", "mask_token", "never_split", "sep_token", "strip_accents"),
+    "tokenize_chinese_chars",
 }
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_KEYS = {
@@ -73,7 +76,7 @@ _UNUSED = ("embeddings.position_ids", "encoder.embed_tokens.weight", "text_proje
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or ``vocab.json`` and ``merges.txt`` of CLIP.
+    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or the files of its class (`TOKENIZERS`).
 
     Raises `HddmError` for missing files, entries that leave the folder, another class, a key of the config or
     the special tokens that is not known to be harmless, and files that make no tokenizer.
@@ -100,8 +103,7 @@ def read_tokenizer(folder: Path) -> Any:
             if key not in allowed:
                 hint = did_you_mean(key, allowed)
                 raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
-    parts = ("vocab.json", "merges.txt") if kind == CLIP_TOKENIZER else ("spiece.model",)
-    missing = [name for name in parts if not (folder / name).is_file()]
+    missing = [name for name in TOKENIZERS[kind] if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
     if missing and not (folder / "tokenizer.json").is_file():
         raise HddmError(
@@ -151,7 +153,7 @@ def read_text_encoder(
     variant: str | None = None,
     kind: str | None = None,
 ) -> Any:
-    """Read the CLIP or T5 text encoder in a folder or file, in evaluation mode.
+    """Read the text encoder in a folder or file, in evaluation mode: CLIP, T5, or BERT by its ``kind``.
 
     Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
     projection, which is used with the ``kind`` `CLIP_PROJECTED`; by default the kind is the config's, without
@@ -163,7 +165,12 @@ def read_text_encoder(
     with quiet():
         # No folder is passed, so transformers reads only the checked sizes and tensors.
         model, report = type(empty).from_pretrained(
-            None, config=empty.config, state_dict=weights, dtype=dtype, output_loading_info=True
+            None,
+            config=empty.config,
+            state_dict=weights,
+            dtype=dtype,
+            output_loading_info=True,
+            **_class_of(empty).options,
         )
     if unfilled := report["missing_keys"] or report["mismatched_keys"]:
         raise HddmError(
@@ -201,13 +208,17 @@ def text_encoder_record_of(
 
 
 def _usual_padding(model: Any) -> str | None:
-    """The word that prompts of an encoder are padded with; None for T5, whose padding is masked.
+    """The word that prompts of an encoder are padded with; None where padding is masked, as T5's.
 
     OpenAI's CLIP pads with the end of the text, and open_clip, which the activation tells, with its word 0.
     """
-    if hasattr(model, "shared"):
+    if _class_of(model).is_masked:
         return None
     return ZERO_WORD if model.config.hidden_act == "gelu" else END_OF_TEXT
+
+
+def _class_of(model: Any) -> TextEncoderClass:
+    return TEXT_ENCODERS[type(model).__name__]
 
 
 def padding_of(tokenizer: Path) -> str | None:
@@ -398,7 +409,7 @@ def _pipeline_of_t5(config: Any) -> Pipeline | None:
 
 def tokenizer_class(config: Mapping[str, Any]) -> str:
     """Class that reads the tokenizer of a config, known (`TOKENIZERS`) or not."""
-    return str(config.get("tokenizer_class", TOKENIZERS[0])).removesuffix("Fast")
+    return str(config.get("tokenizer_class", CLIP_TOKENIZER)).removesuffix("Fast")
 
 
 def text_encoder_config(folder: Path) -> dict[str, Any]:
@@ -433,13 +444,16 @@ def _open(
         origin, config = place.path, dict(place.config)
     else:
         origin, config = place / "config.json", text_encoder_config(place)
-    if (kind := text_encoder_class(config)) is None:
-        raise HddmError(f"{origin}: {class_stated(config)}, not {an(CLIP)} or {an(T5)}")
+    kind = text_encoder_class(config)
+    allowed = READ_TEXT_ENCODERS if wanted is None else (wanted,)
+    if kind is None or kind not in {TEXT_ENCODERS[one].name for one in allowed}:
+        raise HddmError(f"{origin}: {class_stated(config)}, not {' or '.join(map(an, allowed))}")
     if isinstance(place, Held):
         path, stored = place.path, place.weights
     else:
         path, stored = read_weights(place, STEM, variant)
-    unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
+    constant = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
+    unused = (*constant, *TEXT_ENCODERS[kind].unused)
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     weights = {key: value for key, value in weights.items() if key not in unused}
     known, layers = TEXT_ENCODERS[kind], config.get(TEXT_ENCODERS[kind].layers)
@@ -459,7 +473,7 @@ def _open(
             end = end if type(end) is int and 0 <= end < words else words - 1
             sizes |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end}
         with torch.device("meta"):
-            model: Any = owner(owner.config_class(**sizes))
+            model: Any = owner(owner.config_class(**sizes), **known.options)
     except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error

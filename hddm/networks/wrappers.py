@@ -7,13 +7,11 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.condition_names import POOLED, TEXT, TEXT_EMBEDS, TEXT_MASK
+from hddm.condition_names import TEXT_MASK
 from hddm.networks.families import Family, families, family_of, known_family
 
 # Conditions that a network can do without.
 OPTIONAL_CONDITIONS = frozenset({TEXT_MASK})
-TEXT_CONDITIONS = (TEXT, TEXT_MASK, POOLED, TEXT_EMBEDS)
-"""Conditions that a text encoder makes."""
 
 
 def compile_blocks(network: nn.Module, **options: Any) -> None:

@@ -262,6 +262,8 @@ class DropIn(nn.Module):
             if not is_empty:
                 given[name] = one
         state, given = self._family.read_call(state, given)
+        for name in self._family.ignored(self.config):
+            given.pop(name, None)
         if "timestep" not in given:
             raise HddmError(
                 f"read_call() of the family of {self._kind} gives no timestep, only "

@@ -16,8 +16,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from hddm.condition_names import POOLED, TEXT, TEXT_EMBEDS, TEXT_MASK
+from hddm.networks.families import text_conditions
 from hddm.networks.text_encoder import end_of_text, mean_of_text
-from hddm.networks.wrappers import TEXT_CONDITIONS
 
 TURNS = 64
 """Generations of one step that are remembered, in case one of them goes on."""
@@ -109,7 +109,8 @@ class EncodedPrompts:
         None for tokens that the pipeline's text encoder did not make.
         """
         # Pipelines put the branch without the prompt first.
-        own = {name: conditions[name][-images:] for name in TEXT_CONDITIONS if name in conditions}
+        names = [name for name in text_conditions() if name in conditions]
+        own = {name: conditions[name][-images:] for name in names}
         tokens = own[TEXT]
         for name in (POOLED, TEXT_EMBEDS):
             if name in own:

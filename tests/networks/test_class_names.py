@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hddm.networks.encoders import CLIP_PROJECTED, READ_TEXT_ENCODERS, TOKENIZERS, VAES
+from hddm.networks.encoders import TEXT_ENCODERS, TOKENIZERS, VAES
 from hddm.networks.families import families, pipelines
 from hddm.networks.families.former import _FORMER
 
@@ -18,7 +18,7 @@ NETWORKS = ROOT / "hddm" / "networks"
 DEFINITIONS = {NETWORKS / "transformers.py", NETWORKS / "programs" / "network.py"}
 """Where our own networks are defined."""
 OF_FAMILIES = {*families(), *pipelines(), _FORMER}
-OF_ENCODERS = {*VAES, *READ_TEXT_ENCODERS, CLIP_PROJECTED, *TOKENIZERS}
+OF_ENCODERS = {*VAES, *TEXT_ENCODERS, *TOKENIZERS}
 FILES = sorted(path for folder in ("hddm", "cli") for path in (ROOT / folder).rglob("*.py"))
 
 

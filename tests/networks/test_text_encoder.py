@@ -199,8 +199,8 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
     [
         ({"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "'auto_map', which names code of its own"),
         (
-            {"tokenizer_class": "BertTokenizer"},
-            "holds a BertTokenizer, not a CLIPTokenizer or a T5Tokenizer",
+            {"tokenizer_class": "GPT2Tokenizer"},
+            "holds a GPT2Tokenizer, not a CLIPTokenizer or a T5Tokenizer or a BertTokenizer",
         ),
         ({"tokenizer_class": None}, "names no class (tokenizer_class), of a CLIPTokenizer or"),
         ({"vocab_file": "/etc/passwd"}, "has an unknown key 'vocab_file'"),

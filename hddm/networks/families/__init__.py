@@ -9,12 +9,14 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.families.chroma import CHROMA
 from hddm.networks.families.dit import DIT
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Family as Family
 from hddm.networks.families.family import Pipeline
 from hddm.networks.families.flux import FLUX
+from hddm.networks.families.hunyuan import HUNYUAN
 from hddm.networks.families.installed import installed_families
 from hddm.networks.families.pixart import PIXART
 from hddm.networks.families.program import PROGRAMS
@@ -23,7 +25,7 @@ from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.families.unet import UNET
 from hddm.utils.errors import HddmError
 
-_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, CHROMA, UNET, STABLE_DIFFUSION, PROGRAMS)
+_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, CHROMA, HUNYUAN, UNET, STABLE_DIFFUSION, PROGRAMS)
 
 
 @functools.cache
@@ -82,6 +84,16 @@ def sample_settings() -> frozenset[str]:
     for family in families().values():
         names.update(family.settings)
     return frozenset(names)
+
+
+@functools.cache
+def text_conditions() -> tuple[str, ...]:
+    """Conditions of all families that text encoders make."""
+    names = dict.fromkeys((TEXT, TEXT_MASK))
+    for pipeline in pipelines().values():
+        if pipeline.prompts is not None:
+            names.update(dict.fromkeys(pipeline.prompts.conditions))
+    return tuple(names)
 
 
 def pipelines() -> Mapping[str, Pipeline]:

@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 
 from hddm import condition_names
 from hddm.condition_names import POOLED, TEXT
+from hddm.networks.encoders import T5
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
 from hddm.utils.errors import HddmError, Unstated
@@ -87,8 +88,8 @@ class Prompts:
 
     encoders: tuple[str, ...]
     """Classes of the text encoders, in order."""
-    pooled: str
-    """Condition that holds one vector per prompt, beside the tokens in `TEXT`."""
+    pooled: str = ""
+    """Condition that holds one vector per prompt, beside the tokens in `TEXT`; empty without one."""
     t5_tokens: int = 0
     """Tokens that T5 pads prompts to; 0 without T5."""
     joins: bool = False
@@ -97,6 +98,35 @@ class Prompts:
     """True if the pipeline can replace the empty negative prompt by zeros, as its index says."""
     encodes_negatives: bool = True
     """True if ``encode_prompt`` returns tokens and vectors of prompts and negative prompts in turn."""
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The conditions that prompts become."""
+        return (TEXT, self.pooled)
+
+    def length(self, kind: str) -> int | None:
+        """Tokens that a text encoder of class ``kind`` reads; None for as many as its tokenizer says."""
+        return self.t5_tokens if kind == T5 else None
+
+    def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
+        """Number and width of a prompt's tokens in `TEXT`, of those of each text encoder in order."""
+        if not self.t5_tokens:
+            return tokens[0], sum(widths)
+        return (tokens[0] if self.joins else 0) + self.t5_tokens, widths[-1]
+
+    def encode(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Conditions of prompts by ``encode_prompt`` of the pipeline, on ``device``.
+
+        Without a vector of each prompt, they have a `TEXT_MASK`.
+        """
+        others = {f"prompt_{number + 1}": None for number in range(1, len(self.encoders))}
+        own = dict[str, Any]()
+        if self.t5_tokens:
+            own["max_sequence_length"] = self.t5_tokens
+        if self.encodes_negatives:
+            own["do_classifier_free_guidance"] = False
+        tokens, *rest = pipe.encode_prompt(texts, **others, device=device, **own)
+        return {TEXT: tokens, self.pooled: rest[1 if self.encodes_negatives else 0]}
 
 
 @dataclass(frozen=True)
@@ -190,6 +220,9 @@ class Family:
     """Names of the linear layers of attention and MLPs, which adapters change; a regular expression."""
     lora_parameters: str = r"(?!)"
     """Names of parameters that are no layer's own weight and that adapters change too."""
+    exact_layers: str = r"(?!)"
+    """Names of linear layers that are never held in int8, as another module reads their weights; a regular
+    expression."""
     text_key: str | None = None
     """Key of its config that holds the width of its text tokens."""
     states_size: bool = True
@@ -317,6 +350,10 @@ class Family:
         conditions by the names of `conditions`; a network that names its arguments otherwise is renamed here.
         """
         return state, given
+
+    def ignored(self, config: Config) -> tuple[str, ...]:
+        """Names of what `read_call` finds and the network leaves unread, as its pipeline passes it to all."""
+        return ()
 
     def as_output(self, state: Tensor, config: Config) -> Tensor:
         """A prediction (batch, C, H, W) as the network returns it to a pipeline."""

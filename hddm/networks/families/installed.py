@@ -21,7 +21,7 @@ from hddm.utils.errors import HddmError, one_line
 
 GROUP = "hddm.families"
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True, strict=True)
-_PATTERNS = ("lora_layers", "lora_parameters")
+_PATTERNS = ("lora_layers", "lora_parameters", "exact_layers")
 
 
 class FamilyError(HddmError):
