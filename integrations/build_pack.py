@@ -25,9 +25,15 @@ def build(out: Path) -> None:
         draft = Path(scratch) / "pack"
         shutil.copytree(HERE / "comfyui", draft, ignore=_LEFT_OUT)
         shutil.copytree(HERE.parent / "hddm", draft / "vendor" / "hddm", ignore=_LEFT_OUT)
+        older = Path(scratch) / "older"
         if out.exists():
-            out.rename(Path(scratch) / "older")
-        draft.rename(out)
+            out.rename(older)
+        try:
+            draft.rename(out)
+        except OSError:
+            if older.exists():
+                older.rename(out)
+            raise
 
 
 def _is_pack(folder: Path) -> bool:

@@ -3,7 +3,9 @@
 This node needs hddm with all its requirements; they are imported when it runs.
 """
 
+import itertools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +23,8 @@ from .widgets import strategy_widget
 
 logger = logging.getLogger(__name__)
 
+_ROUNDING = 1e-6
+"""Of times, which ComfyUI multiplies by 1000."""
 PREFIX = "hddm_"
 """Of conditions, among those that ComfyUI hands to a model."""
 PRIOR = f"{PREFIX}prior"
@@ -73,7 +77,13 @@ class LoadEnsemble:
                 f"strategy {strategy!r} and expert {expert}: one expert alone has no strategy; choose one of "
                 "the two"
             )
-        from hddm.pipelines.pipeline import HDDMPipeline
+        try:
+            from hddm.pipelines.pipeline import HDDMPipeline
+        except ImportError as error:
+            raise HddmError(
+                f"Load hddm Ensemble needs the packages that hddm requires, and {error.name} is missing; in "
+                "a checkout of hddm, see what pip would change: pip install --dry-run ."
+            ) from error
 
         pipe = HDDMPipeline.from_pretrained(place)
         ensemble = pipe.ensemble
@@ -91,11 +101,17 @@ class LoadEnsemble:
         network = EnsembleNetwork(ensemble, None if expert < 0 else expert)
         latent = {"samples": torch.zeros(batch_size, *shape)}
         return (
-            _patcher(network, shape[0]),
+            _patcher(network, shape[0], _space_of(pipe, max(expert, 0))),
             PromptReader(pipe),
             Decoder(pipe, max(expert, 0)),
             latent,
         )
+
+
+def _space_of(pipe: Any, expert: int) -> str:
+    """A name of an expert's latents by its VAE, so that no others are mixed with them."""
+    vae = pipe.experts.records[expert].vae
+    return "Pixels" if vae is None else f"LatentsOf{vae.fingerprint[:8]}"
 
 
 def _place_of(folder: str) -> Path:
@@ -122,17 +138,45 @@ class EnsembleNetwork(nn.Module):
     def __init__(self, ensemble: Any, expert: int | None) -> None:
         super().__init__()
         self.ensemble, self.expert = ensemble, expert
-        modules = [one.network for one in ensemble.experts] + [ensemble.router]
+        # A router of reliability is around another one.
+        routers = [ensemble.router, getattr(ensemble.router, "base", None)]
+        modules = [one.network for one in ensemble.experts] + routers
         # ComfyUI moves what is registered here between its devices.
         self.parts = nn.ModuleList([one for one in modules if isinstance(one, nn.Module)])
         self._seed = 0
         self._kept = dict[int, int]()
-        self._weights: Tensor | None = None
+        self._prompt = dict[str, Tensor]()
+        self._planned = dict[int, Tensor]()
+        """Weights (K,) by the picture of the batch, for the step that runs."""
+        self._planned_at = math.nan
 
-    def begin(self, seed: int) -> None:
+    def begin_sampling(self, seed: int) -> None:
         """A new sampling."""
-        self._seed, self._weights = seed % NUMBERS, None
+        self._seed = seed % NUMBERS
         self._kept.clear()
+        self._prompt.clear()
+        self._planned.clear()
+
+    def plan(
+        self, prompt: Mapping[str, Tensor] | None, x: Tensor, t: Tensor, pictures: Sequence[int]
+    ) -> None:
+        """Choose the experts of ``pictures`` for states x at t, whatever branches are asked, in any order.
+
+        ``prompt`` has the conditions of the positive branch; None where that is not asked for, and then those
+        of the step before count.
+        """
+        if prompt is not None:
+            self._prompt = dict(prompt)
+        given = {}
+        for name, value in self._prompt.items():
+            given[name] = value.repeat(-(-len(x) // len(value)), *[1] * (value.ndim - 1))[: len(x)]
+        prior = given.pop(PRIOR, None)
+        own = {name.removeprefix(PREFIX): value.to(x.device) for name, value in given.items()}
+        known = None if prior is None else prior.cpu()
+        times = t.double().clamp(0, 1).cpu().expand(len(x))
+        weights = self._weights_of(x, times, own, known, pictures)
+        self._planned = dict(zip(pictures, weights, strict=True))
+        self._planned_at = float(times[0])
 
     def forward(
         self,
@@ -156,15 +200,13 @@ class EnsembleNetwork(nn.Module):
         branches = options.get("cond_or_uncond", [0])
         size = len(x) // len(branches)
         pictures = options.get(ROWS, range(size))
-        if 0 in branches or self._weights is None or len(self._weights) != size:
-            # Both branches of guidance have the experts of the first, which reads the prompt.
-            at = branches.index(0) * size if 0 in branches else 0
-            rows = slice(at, at + size)
-            prior = given.get(PRIOR)
-            own = {name: value[rows] for name, value in conditions.items()}
-            known = None if prior is None else prior[rows].cpu()
-            self._weights = self._weights_of(x[rows], times[rows], own, known, pictures)
-        choice = Choice(self._weights.repeat(len(branches), 1))
+        is_now = abs(self._planned_at - float(times[0])) < _ROUNDING
+        if not is_now or not all(number in self._planned for number in pictures):
+            rows = slice(0, size)
+            own = {name: value[rows] for name, value in given.items()}
+            self.plan(own, x[rows], times[rows], pictures)
+        weights = torch.stack([self._planned[number] for number in pictures])
+        choice = Choice(weights.repeat(len(branches), 1))
         inputs = self.ensemble.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
         velocity: Tensor = self.ensemble.mix(x, times, choice, inputs)
         return velocity
@@ -214,7 +256,7 @@ class PromptReader:
 
     def encode_from_tokens_scheduled(self, tokens: str, **options: Any) -> list[list[Any]]:
         """The conditioning of a prompt; the empty one is no condition."""
-        facts: dict[str, Any] = {"pooled_output": None}
+        facts: dict[str, Any] = {"pooled_output": None, "hddm": {}}
         is_asked = bool(tokens.strip())
         records = self._pipe.experts.records
         if is_asked and not any(one.takes_text or one.takes_classes for one in records):
@@ -244,6 +286,10 @@ class Decoder:
         shown = ((pixels + 1) / 2).clamp(0, 1).movedim(1, -1)
         return shown.expand(*shown.shape[:-1], 3) if shown.shape[-1] == 1 else shown
 
+    def decode_tiled(self, latents: Tensor, **unused: Any) -> Tensor:
+        """The same: the VAE takes large pictures in tiles by itself."""
+        return self.decode(latents)
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Latents of pictures (batch, H, W, 3) in [0, 1]."""
         from hddm.networks.vae import latents_of
@@ -259,7 +305,7 @@ class Decoder:
         return images
 
 
-def _patcher(network: EnsembleNetwork, channels: int) -> Any:
+def _patcher(network: EnsembleNetwork, channels: int, space: str) -> Any:
     import comfy.conds
     import comfy.latent_formats
     import comfy.model_base
@@ -268,19 +314,28 @@ def _patcher(network: EnsembleNetwork, channels: int) -> Any:
     import comfy.supported_models_base
     from comfy.patcher_extension import WrappersMP
 
-    class Samples(comfy.latent_formats.LatentFormat):  # type: ignore[misc]
-        latent_channels = channels
+    samples = type(space, (comfy.latent_formats.LatentFormat,), {"latent_channels": channels})
+
+    class PromptCondition(comfy.conds.CONDRegular):  # type: ignore[misc]
+        """A condition of the positive branch, by which experts are chosen."""
 
     class Config(comfy.supported_models_base.BASE):  # type: ignore[misc]
         unet_extra_config: ClassVar[dict[str, Any]] = {}
         sampling_settings: ClassVar[dict[str, Any]] = {"shift": network.ensemble.shift}
-        latent_format = Samples
+        latent_format = samples
 
     class EnsembleModel(comfy.model_base.BaseModel):  # type: ignore[misc]
         def extra_conds(self, **given: Any) -> dict[str, Any]:
+            if "hddm" not in given:
+                raise HddmError(
+                    "an ensemble of hddm gets a prompt of another text encoder; connect the CLIP of Load "
+                    "hddm Ensemble to the CLIP Text Encode of this model"
+                )
+            is_prompt = given.get("prompt_type") != "negative"
+            kind = PromptCondition if is_prompt else comfy.conds.CONDRegular
             found = {}
-            for name, value in (given.get("hddm") or {}).items():
-                found[PREFIX + name] = comfy.conds.CONDRegular(value.to(given["device"]))
+            for name, value in given["hddm"].items():
+                found[PREFIX + name] = kind(value.to(given["device"]))
             return found
 
     config = Config({"dtype": torch.float32})
@@ -294,10 +349,28 @@ def _patcher(network: EnsembleNetwork, channels: int) -> Any:
 
     def begin(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The seed is in the sampler's extra arguments, the third.
-        network.begin(args[2].get("seed") or 0)
+        network.begin_sampling(args[2].get("seed") or 0)
         return executor(*args, **kwargs)
 
+    def choose(
+        executor: Any,
+        model: Any,
+        conds: Any,
+        x_in: Tensor,
+        timestep: Tensor,
+        options: dict[str, Any],
+    ) -> Any:
+        found = None
+        for cond in itertools.chain.from_iterable(one for one in conds if one is not None):
+            given = cond["model_conds"]
+            if any(isinstance(value, PromptCondition) for value in given.values()):
+                own = {name: one.cond for name, one in given.items() if name.startswith(PREFIX)}
+                found = own if found is None else found
+        pictures = options.get("transformer_options", {}).get(ROWS, range(len(x_in)))
+        # A copy of this model in a mix has a network of its own.
+        model.diffusion_model.plan(found, x_in, timestep, pictures)
+        return executor(model, conds, x_in, timestep, options)
+
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, BEGIN, begin)
-    # For a mix, whose sampler runs the wrappers of its first model alone.
-    patcher.set_attachments(BEGIN, network.begin)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, BEGIN, choose)
     return patcher

@@ -43,7 +43,9 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
     added = []
     for k, one in enumerate(models[1:], 1):
         patcher = one.model.clone()
-        if any(_has_same_weights(patcher, other) for other in loaded):
+        # A network that keeps who makes which picture is one for each part of the mix.
+        is_shared = not hasattr(patcher.model.diffusion_model, BEGIN)
+        if is_shared and any(_has_same_weights(patcher, other) for other in loaded):
             sharing[k] = patcher
             continue
         if any(patcher.is_clone(other) for other in loaded):
@@ -51,7 +53,7 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
         loaded.append(patcher)
         added.append(patcher)
     host.set_additional_models(KEY, added)
-    mix = Mix(models, strategy, sharing, host.patches_uuid)
+    mix = Mix(models, strategy, sharing, host)
     host.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, mix.outer_sample)
     host.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, mix.sampler_sample)
     host.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, mix.calc_cond_batch)
@@ -102,12 +104,14 @@ class Mix:
         models: Sequence[ModelToMix],
         strategy: Strategy,
         sharing: Mapping[int, Any],
-        patches: object,
+        host: Any,
     ) -> None:
         self.models = [ModelToMix(None, *_settings(one)) for one in models]
         self.strategy = strategy
         self._sharing = dict(sharing)
-        self._patches = patches
+        # Not its `patches_uuid`, which a hook on a conditioning changes for good.
+        self._patches = {key: list(listed) for key, listed in host.patches.items()}
+        self._changes = _network_changes(host.model_options)
         self._guests = dict[int, Guest]()
         self._run: MixRun | None = None
 
@@ -115,10 +119,16 @@ class Mix:
         """Prepare the other models, and let the sampler load them with the first."""
         guider = executor.class_obj
         host = guider.model_patcher
-        if host.patches_uuid != self._patches:
+        if not _are_same(host.patches, self._patches):
             raise HddmError(
                 "a node behind Mix Models changes weights, which would reach model 1 alone; put LoRA loaders "
                 "in front of Mix Models, one for each model"
+            )
+        given = [*guider.original_conds.values(), *(one.positive or () for one in self.models)]
+        if any(_has_hooks(listed) for listed in given):
+            raise HddmError(
+                "a conditioning has hooks (Set CLIP Hooks, Cond Set Hooks), which a mix of models does not "
+                "support; load its LoRA in front of Mix Models instead"
             )
         added = iter(host.get_additional_models_with_key(KEY))
         try:
@@ -193,9 +203,9 @@ class Mix:
         for k, guest in sorted(self._guests.items()):
             model = guest.patcher.model
             guest.patcher.pre_run()
-            begin = guest.patcher.get_attachment(BEGIN)
-            if begin is not None:
-                begin(seed or 0)
+            network = model.diffusion_model
+            if hasattr(network, BEGIN):
+                getattr(network, BEGIN)(seed or 0)
             own = Levels(model.model_sampling, f"model {k + 1}")
             with _percents_of(host.model_sampling, levels[0], model.model_sampling, own):
                 guest.conds = comfy.samplers.process_conds(
@@ -248,10 +258,48 @@ class Mix:
                 "a mix of models was asked outside of a sampler; this node works with single models alone"
             )
 
+        if _network_changes(model_options) != self._changes:
+            raise HddmError(
+                "a node behind Mix Models changes the network (attention patches, as of FreeU, PAG or "
+                "IPAdapter), which would reach model 1 alone; put it in front of Mix Models, once for each "
+                "model"
+            )
+
         def ask_first(conds: Sequence[Any], x: Tensor, sigma: Tensor, rows: Tensor | None) -> Any:
             return executor(model, conds, x, sigma, _of_pictures(model_options, rows))
 
         return self._run.denoised(ask_first, conds, x_in, timestep)
+
+
+def _has_hooks(listed: Sequence[Any]) -> bool:
+    """True if a conditioning, as nodes hand it over or as samplers do, has hooks."""
+    for one in listed:
+        facts = one if isinstance(one, Mapping) else one[1]
+        if facts.get("hooks") is not None:
+            return True
+    return False
+
+
+def _are_same(patches: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """True if both have the same patches of weights, as objects: their tensors are not compared."""
+    if patches.keys() != known.keys():
+        return False
+    for key, listed in patches.items():
+        if [id(one) for one in listed] != [id(one) for one in known[key]]:
+            return False
+    return True
+
+
+def _network_changes(options: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """What options change inside of a network, by place and object."""
+    found = [("model_function_wrapper", id(options.get("model_function_wrapper")))]
+    inner = options.get("transformer_options", {})
+    for kind in ("patches", "patches_replace"):
+        for place, listed in inner.get(kind, {}).items():
+            each = listed.items() if isinstance(listed, Mapping) else enumerate(listed)
+            for number, function in each:
+                found.append((f"{kind} {place} {number}", id(function)))
+    return sorted(found)
 
 
 def _settings(one: ModelToMix) -> tuple[Any, ...]:
@@ -303,6 +351,7 @@ class MixRun:
     ) -> list[Tensor]:
         """Denoised pictures of the mix for states ``x_in`` (batch, …) of model 1 at its ``timestep``."""
         names = [self._name_of(cond) for cond in conds]
+        self._check_branches(names)
         t = self._levels[0].times(timestep.reshape(-1)).expand(len(x_in))
         x = self._levels[0].common(x_in, t)
         choice = Choice(self._weights(t))
@@ -327,6 +376,14 @@ class MixRun:
             picture = velocity if name is None else denoised_of(x, t, velocity)
             pictures.append(picture.to(x_in.dtype))
         return pictures
+
+    def _check_branches(self, names: Sequence[str | None]) -> None:
+        asked = {"positive", "negative"} & set(names)
+        if len(asked) == 1 and any(one.cfg for one in self._models):
+            raise HddmError(
+                "a node behind Mix Models asks for the positive and the negative apart, and a model of the "
+                "mix has a cfg of its own, which needs both; set cfg_1 and cfg_2 to 0, or leave out that node"
+            )
 
     def _name_of(self, cond: Any) -> str | None:
         if cond is None:
@@ -509,6 +566,8 @@ def _rows_of(conds: Sequence[Any], rows: Tensor, batch: int) -> list[Any] | None
                 return None
             own = cond.copy()
             mask = own.get("mask")
+            if mask is not None and len(mask) not in (1, batch):
+                return None
             if mask is not None and len(mask) == batch:
                 own["mask"] = mask[rows.to(mask.device)]
             own["model_conds"] = {}

@@ -4,6 +4,7 @@ ComfyUI itself is imported where models are mixed (`mixed_sampling`), so that th
 without it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -32,8 +33,8 @@ GUIDANCE_CHANGES = (
 SAMPLER_WRAPPERS = ("outer_sample", "prepare_sampling", "sampler_sample", "predict_noise")
 KEY = "hddm"
 """Of this pack's wrappers and additional models in a patcher of ComfyUI's."""
-BEGIN = "hddm_ensemble"
-"""Of the wrapper and the attachment of an ensemble's patcher that begin a sampling."""
+BEGIN = "begin_sampling"
+"""The method of an ensemble's network that begins a sampling, and the key of the wrappers that call it."""
 ROWS = "hddm_pictures"
 """Of the numbers of the pictures of a batch that a mix asks for, in ``transformer_options``."""
 
@@ -83,7 +84,8 @@ def _check_places(models: Sequence[ModelToMix]) -> None:
     sizes = [one.mask.shape[-2:] for one in models if one.mask is not None]
     if not sizes:
         return
-    batch = max(len(_masks_of(one.mask)) for one in models if one.mask is not None)
+    # Batches of masks are repeated, each by itself, so that any of these meet.
+    batch = math.lcm(*(len(_masks_of(one.mask)) for one in models if one.mask is not None))
     maps = maps_of(models, batch, sizes[0], "cpu")
     assert maps is not None
     for level in levels_of([one.weight for one in models]):

@@ -143,7 +143,13 @@ class Server:
             else:
                 body = json.dumps(part).encode()
                 answer = service.request("POST", "/v1/images/generations", body, "application/json")
-            pictures += [_picture(one["b64_json"]) for one in answer["data"]]
+            try:
+                pictures += [_picture(one["b64_json"]) for one in answer["data"]]
+            except (KeyError, TypeError, ValueError, OSError) as error:
+                raise HddmError(
+                    f"{service.address}: its answer holds no pictures, as one of an hddm serve does; is "
+                    "something else there?"
+                ) from error
         return (torch.stack(pictures),)
 
 

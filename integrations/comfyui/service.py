@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 LIMIT = 3600.0
 """Seconds to wait for an answer."""
+TO_CONNECT = 10.0
+"""Seconds to wait for a connection."""
 BEAT, SELDOM = 0.2, 20.0
 """Seconds between looks for *Cancel*, and between lines that say how long it has taken."""
 EXAMPLE = "http://127.0.0.1:8000"
@@ -29,7 +31,8 @@ class Service:
     """An ``hddm serve`` at an address: with or without ``http://`` in front and ``/v1`` behind.
 
     A service with a token gets the one of the environment variable ``HDDM_TOKEN``. A widget would write it
-    into every picture, as ComfyUI saves workflows in them.
+    into every picture, as ComfyUI saves workflows in them. It goes to this machine, and to the address in
+    ``HDDM_ADDRESS``, and nowhere else: an address in a workflow may be that of a stranger.
 
     Raises:
         HddmError: for a text that is no address.
@@ -51,6 +54,11 @@ class Service:
         self._host, self._port = host, port
         self._path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         self.address = f"{parts.scheme}://{parts.netloc}{self._path}"
+        own = os.environ.get("HDDM_ADDRESS", "").strip()
+        own = own if "://" in own else f"http://{own}"
+        known = urlsplit(own)
+        is_own = (known.scheme, known.netloc) == (parts.scheme, parts.netloc)
+        self._is_trusted = is_own or host in ("127.0.0.1", "localhost", "::1")
         self._is_encrypted = parts.scheme == "https"
 
     def model(self, expert: str) -> str:
@@ -60,7 +68,12 @@ class Service:
             HddmError: for another name, with those that there are.
         """
         listed = self.request("GET", "/v1/models")
-        names = [str(one["id"]) for one in listed["data"]]
+        try:
+            names = [str(one["id"]) for one in listed["data"]]
+        except (KeyError, TypeError) as error:
+            raise HddmError(
+                f"{self.address}: its list of models is not one of an hddm serve"
+            ) from error
         experts = [name for name in names if "/" in name]
         wanted = expert.strip()
         if wanted in names:
@@ -79,12 +92,18 @@ class Service:
         """The answer, parsed; refusals and a missing service are an `HddmError` with the remedy."""
         headers = {"Content-Type": kind} if kind else {}
         token = os.environ.get("HDDM_TOKEN", "").strip()
-        if token:
+        is_sent = bool(token) and self._is_trusted
+        if is_sent:
             headers["Authorization"] = f"Bearer {token}"
         connect = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
-        connection = connect(self._host, self._port, timeout=LIMIT)
+        connection = connect(self._host, self._port, timeout=TO_CONNECT)
+        is_cancelled = threading.Event()
 
         def exchange() -> tuple[int, bytes]:
+            connection.connect()
+            if is_cancelled.is_set():
+                raise OSError("cancelled")
+            connection.sock.settimeout(LIMIT)
             connection.request(method, f"{self._path}{path}", body or None, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
@@ -96,6 +115,7 @@ class Service:
                 f"{self.address}: no answer of an hddm serve ({error}); start one with: hddm serve ENSEMBLE"
             ) from error
         finally:
+            is_cancelled.set()
             # A read that waits in another thread ends with its socket.
             if connection.sock is not None:
                 with contextlib.suppress(OSError):
@@ -103,7 +123,7 @@ class Service:
             connection.close()
         answer = _parsed(content)
         if status != http.client.OK or answer is None:
-            raise HddmError(f"{self.address}: {_reason(status, answer, bool(token))}")
+            raise HddmError(f"{self.address}: {_reason(status, answer, is_sent, bool(token))}")
         return answer
 
 
@@ -142,8 +162,13 @@ def _parsed(content: bytes) -> Any:
         return None
 
 
-def _reason(status: int, answer: Any, has_token: bool) -> str:
+def _reason(status: int, answer: Any, is_sent: bool, has_token: bool) -> str:
     """The service's own words if it said any, in those of someone who uses ComfyUI."""
+    if status == http.client.UNAUTHORIZED and has_token and not is_sent:
+        return (
+            "it wants a token, and HDDM_TOKEN goes to this machine alone; start ComfyUI with this address in "
+            "HDDM_ADDRESS as well"
+        )
     if status == http.client.UNAUTHORIZED and has_token:
         return "its token is another one; start ComfyUI with the service's token in HDDM_TOKEN"
     if status == http.client.UNAUTHORIZED:

@@ -46,7 +46,7 @@ def sampled(
     network: EnsembleNetwork, x: Tensor, pipe: HDDMPipeline, text: str, cfg: float
 ) -> Tensor:
     """Euler's method as ComfyUI has it: the branches of guidance have other conditions, so two calls."""
-    network.begin(SEED)
+    network.begin_sampling(SEED)
     times = torch.linspace(1, 0, STEPS + 1)
     for now, then in itertools.pairwise(times):
         at = torch.full((len(x),), 1000 * float(now))
@@ -91,17 +91,36 @@ def test_one_expert_alone_makes_all_pictures(pipe: HDDMPipeline) -> None:
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_both_branches_in_one_batch_have_the_experts_of_the_prompt(pipe: HDDMPipeline) -> None:
-    x, at = torch.randn(3, 3, 4, 4), torch.full((3,), 500.0)
-    labels = torch.tensor([0, 1, 2])
-    network = EnsembleNetwork(pipe.ensemble.under("draw"), None)
-    network.begin(SEED)
-    both = {f"{PREFIX}class_labels": labels.repeat(2)}
-    options = {"cond_or_uncond": [1, 0]}
-    with torch.no_grad():
-        found = network(x.repeat(2, 1, 1, 1), at.repeat(2), transformer_options=options, **both)
-    first, second = found.chunk(2)
-    assert torch.allclose(first, second, atol=1e-6)
+@pytest.mark.parametrize("strategy", ["draw", "full", "commit-0.6"])
+@pytest.mark.parametrize("branches", [[0, 1], [1, 0], [1], [0]])
+def test_the_prompt_chooses_the_experts_of_all_branches_in_any_order(
+    pipe: HDDMPipeline, strategy: str, branches: list[int]
+) -> None:
+    """ComfyUI asks for the branches together or apart, and where memory is short for the negative first."""
+    x, labels = torch.randn(6, 3, 4, 4), {0: torch.tensor([2]), 1: torch.tensor([0])}
+    reader = PromptReader(pipe)
+    ((_, facts),) = reader.encode_from_tokens_scheduled("dog")
+    prompt = {PREFIX + name: value for name, value in facts["hddm"].items()}
+    network = EnsembleNetwork(pipe.ensemble.under(strategy), None)
+    network.begin_sampling(SEED)
+    for at in (0.8, 0.5):
+        times = torch.full((6,), at)
+        with torch.no_grad():
+            network.plan(prompt, x, times, range(6))
+            planned = torch.stack([network._planned[number] for number in range(6)])
+            both = torch.cat([labels[branch].repeat(6) for branch in branches])
+            found = network(
+                x.repeat(len(branches), 1, 1, 1),
+                1000 * times.repeat(len(branches)),
+                transformer_options={"cond_or_uncond": branches},
+                **{f"{PREFIX}class_labels": both},
+            )
+            for chunk, branch in zip(found.chunk(len(branches)), branches, strict=True):
+                wanted = torch.zeros_like(x)
+                for k, expert in enumerate(pipe.ensemble.experts):
+                    own = expert.velocity(x, times.double(), class_labels=labels[branch].repeat(6))
+                    wanted += planned[:, k].to(x).reshape(-1, 1, 1, 1) * own
+                assert torch.allclose(chunk, wanted, atol=1e-4)
 
 
 def test_pictures_are_decoded_to_rows_of_colours(pipe: HDDMPipeline) -> None:
@@ -118,9 +137,9 @@ def test_pictures_that_are_asked_for_apart_keep_the_experts_that_they_have_toget
     network = EnsembleNetwork(pipe.ensemble.under(strategy), None)
     x, at = torch.randn(6, 3, 4, 4), torch.full((6,), 500.0)
     with torch.no_grad():
-        network.begin(SEED)
+        network.begin_sampling(SEED)
         together = network(x, at)
-        network.begin(SEED)
+        network.begin_sampling(SEED)
         for rows in ([1, 4, 5], [0, 2], [4, 5]):
             found = network(x[rows], at[rows], transformer_options={ROWS: rows})
             assert torch.allclose(found, together[rows], atol=1e-6)

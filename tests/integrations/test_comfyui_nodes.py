@@ -157,6 +157,15 @@ def _half(of: str = "left") -> Tensor:
         (("0.7: 1, 0.4: 0", "0.7: 0, 0.4: 1"), (_half(), None), "noise level 0, .* 50% of the"),
         (("1", "1"), (_half(), _half()), "noise level 0, no model has a weight in 50%"),
         (("1", "1"), (torch.zeros(1, 8, 8), torch.zeros(4, 4)), "in 100% of the picture"),
+        # In a batch of six each of two masks meets each of three.
+        (
+            ("1", "1"),
+            (
+                torch.stack([_half()[0], 0 * _half()[0]]),
+                torch.ones(3, 8, 8) * torch.tensor([1, 1, 0]).reshape(3, 1, 1),
+            ),
+            "no model has a weight in",
+        ),
     ],
 )
 def test_a_part_of_the_picture_without_a_model_is_refused_before_anything_runs(

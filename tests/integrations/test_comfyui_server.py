@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,41 @@ def test_no_server_is_told_with_the_command_that_starts_one(given: str) -> None:
 def test_what_is_no_address_is_told(given: str) -> None:
     with pytest.raises(HddmError, match=r"address .*: it must say where hddm serve listens, such"):
         Server().make(given, **ASKED)
+
+
+def test_the_token_goes_to_this_machine_and_to_the_address_of_the_variable_alone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workflow of a stranger may name any address."""
+    elsewhere = address.replace("127.0.0.1", socket.gethostname())
+    monkeypatch.setattr(
+        socket, "create_connection", partial(_to_this_machine, socket.create_connection)
+    )
+    with pytest.raises(HddmError, match=r"HDDM_TOKEN goes to this machine alone; .* HDDM_ADDRESS"):
+        Server().make(elsewhere, **ASKED)
+    monkeypatch.setenv("HDDM_ADDRESS", elsewhere)
+    (pictures,) = Server().make(elsewhere, **ASKED)
+    assert len(pictures) == 2
+
+
+def _to_this_machine(connect: Any, place: tuple[str, int], *more: Any, **options: Any) -> Any:
+    return connect(("127.0.0.1", place[1]), *more, **options)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b'{"data": [{"url": "here"}]}'])
+def test_answers_of_another_service_are_told(content: bytes) -> None:
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(HddmError, match="its answer holds no pictures"):
+            Server().make(f"http://127.0.0.1:{other.server_address[1]}", **ASKED)
+        other.shutdown()
 
 
 def test_another_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
