@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline
 from transformers import (
     BertConfig,
     BertModel,
@@ -157,3 +157,11 @@ def save_by_transformers(folder: Path) -> None:
         path.unlink()
     tokenizer.save_pretrained(folder)
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def saved_in_parts(pipe: DiffusionPipeline, folder: Path) -> Path:
+    """A pipeline's folder whose network is in several files."""
+    pipe.save_pretrained(folder, max_shard_size="40KB")
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    assert (folder / "transformer" / index).is_file()
+    return folder

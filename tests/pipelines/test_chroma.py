@@ -25,7 +25,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Computing
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of, refused
-from tests.component_files import write_t5, write_vae
+from tests.component_files import saved_in_parts, write_t5, write_vae
 from tests.flow_models import WITH_SIDE, chroma, flow_pipeline, text
 from tests.pipelines.test_prompts_of_pipelines import stock
 
@@ -54,11 +54,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> ChromaPipeline:
 
 @pytest.fixture(scope="module")
 def source(pipe: ChromaPipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source") / "pipeline"
-    pipe.save_pretrained(folder, max_shard_size="40KB")
-    index = "diffusion_pytorch_model.safetensors.index.json"
-    assert (folder / "transformer" / index).is_file()
-    return folder
+    return saved_in_parts(pipe, tmp_path_factory.mktemp("source") / "pipeline")
 
 
 @pytest.fixture(scope="module")
