@@ -316,11 +316,7 @@ def example_of_an_ensemble(pictures: Pictures, folder: Path) -> Iterator[Row]:
     path = write_ensemble(folder / "example", [flow_expert(seed) for seed in range(2)])
     made = api_of(workflows()["ensemble"])
     made["a"]["inputs"]["folder"] = str(path)
-    pipe = HDDMPipeline.from_pretrained(path)
-    pipe.set_progress_bar_config(disable=True)
-    noise = torch.randn((4, *pipe.ensemble.sample_shape), generator=torch.manual_seed(5))
-    how: Api = {"num_inference_steps": 25, "solver": "euler", "output_type": "latent"}
-    wanted = pipe(num_images_per_prompt=4, seed=5, latents=noise, **how).images
+    wanted = _by_hddm(path, made["sample"]["inputs"]["steps"])
     yield compared("example ensemble, beside hddm's pipeline", pictures.of(made), wanted)
 
 
@@ -376,9 +372,6 @@ def full_size(pictures: Pictures) -> Iterator[Row]:
 def ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
     """An ensemble of hddm, sampled by ComfyUI from the same noise as by hddm's own pipeline."""
     path = write_ensemble(folder, [flow_expert(seed, num_classes=3) for seed in range(2)])
-    pipe = HDDMPipeline.from_pretrained(path)
-    pipe.set_progress_bar_config(disable=True)
-    noise = torch.randn((4, *pipe.ensemble.sample_shape), generator=torch.manual_seed(5))
     for strategy, text, cfg in (
         ("draw", "cat", 2.0),
         ("full", "", 1.0),
@@ -389,20 +382,20 @@ def ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
         made = graph("a", steps, cfg=cfg, steps=4, scheduler="simple", latent_image=["a", 3])
         made["prompt"]["inputs"]["text"] = text
         asked: Api = {"prompt": text} if text else {}
-        wanted = pipe(
-            **asked,
-            num_images_per_prompt=4,
-            guidance_scale=cfg,
-            strategy=strategy,
-            seed=5,
-            latents=noise,
-            num_inference_steps=4,
-            solver="euler",
-            output_type="latent",
-        ).images
+        wanted = _by_hddm(path, 4, **asked, guidance_scale=cfg, strategy=strategy)
         what = f"an ensemble under {strategy}, {text or 'no prompt'}, cfg {cfg:g}, beside hddm's pipeline"
         yield compared(what, pictures.of(made), wanted)
     yield from _mixed_ensembles(pictures, folder)
+
+
+def _by_hddm(path: Path, steps: int, **asked: Any) -> Tensor:
+    """Four latents of hddm's pipeline by Euler's method, from the noise that ComfyUI has with seed 5."""
+    pipe = HDDMPipeline.from_pretrained(path)
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.randn((4, *pipe.ensemble.sample_shape), generator=torch.manual_seed(5))
+    how: Api = {"num_inference_steps": steps, "solver": "euler", "output_type": "latent"}
+    found: Tensor = pipe(num_images_per_prompt=4, seed=5, latents=noise, **how, **asked).images
+    return found
 
 
 def _mixed_ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
