@@ -36,7 +36,7 @@ QuickOption = Annotated[
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", min=1)]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Processes, one thread each.")]
-_PLACES = ("--work", "--results", "--weights", "--out", "--images")
+_PLACES = ("--work", "--results", "--weights", "--out", "--images", "--pictures")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -63,9 +63,11 @@ def main(app: Callable[[], object]) -> None:
 
 
 def run_once(out: Path, words: Sequence[str]) -> None:
-    """Run a command of hddm unless its output is there."""
-    if not out.exists():
-        run_words([*words, "--out", str(out)])
+    """Run a command of hddm unless its output is there; go on with a training that was cut off."""
+    if out.exists():
+        return
+    begun = out.with_name(f"{out.name}.run").exists()
+    run_words([*words, "--out", str(out), *(["--resume"] if begun else [])])
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.mixing.__main__ import REGIMES, Digits, Row, denoised
+from benchmarks.mixing.__main__ import REGIMES, denoised
+from benchmarks.mixing.data import DATA
+from benchmarks.mixing.models import Models, Row
 from benchmarks.mixing.verdicts import QUESTIONS, answers
 from hddm.objective.records import HeldOutScores
 
 
-class Names(Digits):
+class Names(Models):
     """Titles of rows alone: nothing is trained, so rows have no figures."""
 
     def expert(self, name: str, shard: str, words: str, seed: int | None = None) -> Path:
         return Path(name)
+
+    def router(self, shards):
+        return Path(shards)
 
     def ensemble(self, name, experts, words=""):
         return Path(name)
@@ -29,9 +34,8 @@ class Names(Digits):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_each_question_asks_about_rows_that_its_regime_has(regime, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.mixing.__main__.run_once", lambda out, words: None)
     monkeypatch.setattr(Row, "__post_init__", lambda self: None)
-    titles = REGIMES[regime](Names(tmp_path, 0, lambda images: 0.0), "epsilon")
+    titles = REGIMES[regime](Names(DATA["digits"], tmp_path, 0, lambda images: 0.0), "epsilon")
     for question in QUESTIONS[regime]:
         assert {question.row, question.base} <= set(titles)
 
