@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from typer.main import get_command
 
+from benchmarks.families import GUIDE, with_table
 from hddm.benchmark.file import read_benchmark
 from hddm.training.settings import ExpertSettings, settings_of
 from hddm_cli import options
@@ -132,6 +133,11 @@ def test_each_target_of_make_installs_first_what_it_runs(
     assert order == sorted(order)
     # What `make check` runs in the end is `make test`.
     assert order[-1] < max(k for k, line in enumerate(lines) if runs in line)
+
+
+def test_the_table_of_pipelines_is_what_the_families_say() -> None:
+    guide = GUIDE.read_text(encoding="utf-8")
+    assert guide == with_table(guide), "run python -m benchmarks.families"
 
 
 def test_continuous_integration_runs_what_a_developer_runs() -> None:

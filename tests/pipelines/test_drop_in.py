@@ -160,6 +160,11 @@ FAMILIES = {
         ("text_encoder", "tokenizer"),
     ),
 }
+FAMILIES["pixart sigma"] = replace(
+    FAMILIES["pixart"],
+    pipeline=diffusers.PixArtSigmaPipeline,
+    network=lambda: pixart(use_additional_conditions=False),
+)
 
 
 V_PREDICTION = DDIMScheduler(**SD, prediction_type="v_prediction", rescale_betas_zero_snr=True)
