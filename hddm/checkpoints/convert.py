@@ -294,7 +294,7 @@ class _InFloat32(TorchFunctionMode):
         return func(*map(self._cast, args), **named)
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, list | tuple) and self._device.type != "cpu":
+        if isinstance(value, list | tuple):
             return type(value)(map(self._cast, value))
         if not isinstance(value, Tensor):
             return value

@@ -1,5 +1,6 @@
 """HunyuanDiT as an expert: prompts, calls, pictures and mixtures against diffusers' own pipeline."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.expert import open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.networks.families.hunyuan import HUNYUAN
+from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
 from hddm.networks.text_encoder import read_text_encoder
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks
@@ -342,6 +344,19 @@ def test_int8_makes_nearly_the_same(expert: Path) -> None:
     pipe.experts.prepare(Computing(quantize="int8"))
     error = (pipe.ensemble.experts[0].velocity(x, t, **given) - exact).norm() / exact.norm()
     assert 1e-6 < error < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_half_types_are_compared_in_float32(
+    pipe: HunyuanDiTPipeline, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """One of its modules joins the biases of three layers, in a list."""
+    source = saved_in_parts(pipe, tmp_path / "source")
+    shutil.rmtree(source / "transformer")
+    hunyuan(seed=1, **pipe.transformer.config).to(dtype).save_pretrained(source / "transformer")
+    library.convert(source, tmp_path / "expert")
+    weights = load_file(tmp_path / "expert" / WEIGHTS)
+    assert {one.dtype for one in weights.values()} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
