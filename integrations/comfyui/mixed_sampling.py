@@ -6,10 +6,9 @@ models for the sampler's conditionings, or for their own, and registers what the
 every sampler calls for denoised pictures, asks each model at its own noise level and mixes velocities.
 """
 
-import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +26,13 @@ from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
+from .conditionings import Conds, check_width, has_hooks, percents_of, rows_of, with_own_controls
 from .levels import Levels, denoised_of
-from .mixing import BEGIN, KEY, ROWS, ModelToMix, maps_of
+from .mixing import BEGIN, KEY, ROWS, ModelToMix, maps_beside
 
 logger = logging.getLogger(__name__)
 
 CONTROLS = "hddm_controls"
-Conds = dict[str, list[dict[str, Any]]]
 
 
 def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
@@ -125,7 +124,7 @@ class Mix:
                 "in front of Mix Models, one for each model"
             )
         given = [*guider.original_conds.values(), *(one.positive or () for one in self.models)]
-        if any(_has_hooks(listed) for listed in given):
+        if any(has_hooks(listed) for listed in given):
             raise HddmError(
                 "a conditioning has hooks (Set CLIP Hooks, Cond Set Hooks), which a mix of models does not "
                 "support; load its LoRA in front of Mix Models instead"
@@ -175,8 +174,8 @@ class Mix:
                 given["negative"] = comfy.sampler_helpers.convert_cond(negative)
         conds, controls = Conds(), dict[int, Any]()
         for name, listed in given.items():
-            conds[name] = [_with_own_controls(cond, controls) for cond in listed]
-        _check_width(patcher, conds, k + 1)
+            conds[name] = [with_own_controls(cond, controls) for cond in listed]
+        check_width(patcher, conds, k + 1)
         comfy.samplers.preprocess_conds_hooks(conds)
         options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
         comfy.sampler_helpers.prepare_model_patcher(patcher, conds, options)
@@ -207,7 +206,7 @@ class Mix:
             if hasattr(network, BEGIN):
                 getattr(network, BEGIN)(seed or 0)
             own = Levels(model.model_sampling, f"model {k + 1}")
-            with _percents_of(host.model_sampling, levels[0], model.model_sampling, own):
+            with percents_of(host.model_sampling, levels[0], model.model_sampling, own):
                 guest.conds = comfy.samplers.process_conds(
                     model, noise, guest.conds, device, latent_image, denoise_mask, seed
                 )
@@ -271,15 +270,6 @@ class Mix:
         return self._run.denoised(ask_first, conds, x_in, timestep)
 
 
-def _has_hooks(listed: Sequence[Any]) -> bool:
-    """True if a conditioning, as nodes hand it over or as samplers do, has hooks."""
-    for one in listed:
-        facts = one if isinstance(one, Mapping) else one[1]
-        if facts.get("hooks") is not None:
-            return True
-    return False
-
-
 def _are_same(patches: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
     """True if both have the same patches of weights, as objects: their tensors are not compared."""
     if patches.keys() != known.keys():
@@ -320,7 +310,7 @@ class MixRun:
     ) -> None:
         self._models, self._strategy = mix.models, mix.strategy
         self._guider, self._levels, self._guests = guider, levels, guests
-        self._maps = _maps_beside(mix.models, noise)
+        self._maps = maps_beside(mix.models, noise)
         self._kept: Tensor | None = None
         if mix.strategy.keeps_one:
             at = torch.tensor([mix.strategy.value])
@@ -415,7 +405,7 @@ class MixRun:
             else:
                 own.append(cond if k == 0 else self._guests[k].conds[name])
         is_part = len(rows) < len(x)
-        few = _rows_of(own, rows, len(x)) if is_part else None
+        few = rows_of(own, rows, len(x)) if is_part else None
         if few is not None:
             own, here, times = few, x[rows.to(x.device)], t[rows]
         else:
@@ -486,108 +476,3 @@ def _of_pictures(options: dict[str, Any], rows: Tensor | None) -> dict[str, Any]
         return options
     to_network = {**options.get("transformer_options", {}), ROWS: rows.tolist()}
     return {**options, "transformer_options": to_network}
-
-
-def _maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
-    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one."""
-    size = noise.shape[-2:]
-    maps = maps_of(models, len(noise), size, noise.device)
-    if maps is None:
-        return None
-    return maps.reshape(len(models), len(noise), 1, *[1] * (noise.ndim - 4), *size)
-
-
-def _with_own_controls(cond: dict[str, Any], known: dict[int, Any]) -> dict[str, Any]:
-    """The conditioning with ControlNets of its own, which keep the noise levels of one model."""
-    own = cond.copy()
-    if own.get("control") is not None:
-        own["control"] = _own_control(own["control"], known)
-    return own
-
-
-def _own_control(control: Any, known: dict[int, Any]) -> Any:
-    if id(control) not in known:
-        twin = control.copy()
-        if control.previous_controlnet is not None:
-            twin.set_previous_controlnet(_own_control(control.previous_controlnet, known))
-        known[id(control)] = twin
-    return known[id(control)]
-
-
-def _check_width(patcher: Any, conds: Conds, number: int) -> None:
-    """Refuse texts of another encoder, where a model says how wide its texts are."""
-    config = getattr(patcher.model.model_config, "unet_config", {})
-    width = config.get("context_dim")
-    for listed in conds.values():
-        for cond in listed:
-            text = cond.get("cross_attn")
-            if isinstance(width, int) and text is not None and text.shape[-1] != width:
-                raise HddmError(
-                    f"model {number} takes texts of width {width}, and gets one of {text.shape[-1]}; encode "
-                    f"the prompts with its own text encoder and connect them to this model's positive and "
-                    "negative"
-                )
-
-
-@contextlib.contextmanager
-def _percents_of(first: Any, levels: Levels, sampling: Any, own: Levels) -> Iterator[None]:
-    """Let percents mean noise levels of the ``first`` model, which the sampler counts by.
-
-    ConditioningSetTimestepRange, ControlNets and hooks ask ``sampling`` for the sigma of a percent.
-    """
-    if sampling is first:
-        yield
-        return
-    by_itself = sampling.percent_to_sigma
-
-    def percent_to_sigma(percent: float) -> float:
-        if percent <= 0 or percent >= 1:
-            return float(by_itself(percent))
-        t = levels.times(torch.tensor(float(first.percent_to_sigma(percent))))
-        return float(own.sigmas(t))
-
-    sampling.percent_to_sigma = percent_to_sigma
-    try:
-        yield
-    finally:
-        del sampling.percent_to_sigma
-
-
-def _rows_of(conds: Sequence[Any], rows: Tensor, batch: int) -> list[Any] | None:
-    """``conds`` for the pictures ``rows`` of a batch; None where they are of the whole batch alone."""
-    found: list[Any] = []
-    for listed in conds:
-        if listed is None:
-            found.append(None)
-            continue
-        some = []
-        for cond in listed:
-            if any(name in cond for name in ("control", "gligen", "hooks")):
-                return None
-            own = cond.copy()
-            mask = own.get("mask")
-            if mask is not None and len(mask) not in (1, batch):
-                return None
-            if mask is not None and len(mask) == batch:
-                own["mask"] = mask[rows.to(mask.device)]
-            own["model_conds"] = {}
-            for name, value in cond["model_conds"].items():
-                part = _value_rows(value, rows, batch)
-                if part is None:
-                    return None
-                own["model_conds"][name] = part
-            some.append(own)
-        found.append(some)
-    return found
-
-
-def _value_rows(value: Any, rows: Tensor, batch: int) -> Any:
-    held = value.cond
-    if not isinstance(held, Tensor):
-        # Lists are of the whole batch; constants are for every picture.
-        return None if isinstance(held, list) else value
-    if held.ndim == 0 or len(held) == 1:
-        return value
-    if len(held) != batch:
-        return None
-    return value._copy_with(held[rows.to(held.device)])

@@ -124,6 +124,15 @@ def maps_of(
     return torch.stack([free if mask is None else mask for mask in masks])
 
 
+def maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
+    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one."""
+    size = noise.shape[-2:]
+    maps = maps_of(models, len(noise), size, noise.device)
+    if maps is None:
+        return None
+    return maps.reshape(len(models), len(noise), 1, *[1] * (noise.ndim - 4), *size)
+
+
 def _check_conditioning(one: ModelToMix, k: int) -> None:
     if one.positive is None and one.negative is not None:
         raise HddmError(f"model {k}: has a negative of its own, and needs a positive as well")
