@@ -93,7 +93,7 @@ def rows_of(conds: Sequence[Any], rows: Tensor, batch: int) -> list[Any] | None:
             continue
         some = []
         for cond in listed:
-            if any(name in cond for name in WHOLE_BATCH):
+            if any(cond.get(name) is not None for name in WHOLE_BATCH):
                 return None
             own = cond.copy()
             mask = own.get("mask")

@@ -125,7 +125,23 @@ def maps_of(
 
 
 def maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
-    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one."""
+    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one.
+
+    Raises:
+        HddmError: if a model has a mask and latents are no pictures (batch, C, H, W) and no videos
+            (batch, C, frames, H, W), or videos with more than one mask.
+    """
+    counts = [len(_masks_of(one.mask)) for one in models if one.mask is not None]
+    if counts and noise.ndim not in (4, 5):
+        raise HddmError(
+            f"masks: latents of this model have {noise.ndim} axes, so they are no pictures, and a mask has no "
+            "place in them; leave out the masks"
+        )
+    if noise.ndim == 5 and any(count > 1 for count in counts):
+        raise HddmError(
+            f"masks: a model has {max(counts)} masks, and latents are a video; give one mask, which counts "
+            "for every frame"
+        )
     size = noise.shape[-2:]
     maps = maps_of(models, len(noise), size, noise.device)
     if maps is None:
