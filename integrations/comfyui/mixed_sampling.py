@@ -6,13 +6,11 @@ models for the sampler's conditionings, or for their own, and registers what the
 every sampler calls for denoised pictures, asks each model at its own noise level and mixes velocities.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_management
 import comfy.model_patcher
 import comfy.sampler_helpers
 import comfy.samplers
@@ -27,6 +25,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
 from .conditionings import Conds, check_width, has_hooks, percents_of, rows_of, with_own_controls
+from .copies import has_same_weights, with_own_weights
 from .levels import Levels, denoised_of
 from .mixing import BEGIN, KEY, ROWS, ModelToMix, maps_beside
 
@@ -44,11 +43,11 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
         patcher = one.model.clone()
         # A network that keeps who makes which picture is one for each part of the mix.
         is_shared = not hasattr(patcher.model.diffusion_model, BEGIN)
-        if is_shared and any(_has_same_weights(patcher, other) for other in loaded):
+        if is_shared and any(has_same_weights(patcher, other) for other in loaded):
             sharing[k] = patcher
             continue
         if any(patcher.is_clone(other) for other in loaded):
-            patcher = _with_own_weights(patcher, k + 1)
+            patcher = with_own_weights(patcher, loaded, k + 1)
         loaded.append(patcher)
         added.append(patcher)
     host.set_additional_models(KEY, added)
@@ -60,30 +59,6 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
         # A sampler with cfg 1 would not ask for the negative, which models with another cfg need.
         host.model_options["disable_cfg1_optimization"] = True
     return host
-
-
-def _has_same_weights(one: Any, other: Any) -> bool:
-    """True if two patchers make the same of the model that both hold."""
-    return bool(
-        one.is_clone(other)
-        and one.patches_uuid == other.patches_uuid
-        and one.object_patches == other.object_patches
-        and one.hook_patches.keys() == other.hook_patches.keys()
-        and one.injections.keys() == other.injections.keys()
-    )
-
-
-def _with_own_weights(patcher: Any, number: int) -> Any:
-    """The same patcher on a copy of its model, for one checkpoint with two different LoRAs."""
-    logger.info(
-        "hddm: model %d is a checkpoint that is in the mix already; its weights are copied", number
-    )
-    # Loaded weights may hold the patches of the other one.
-    comfy.model_management.unload_all_models()
-    patcher.model = copy.deepcopy(patcher.model)
-    patcher.parent = None
-    patcher.backup, patcher.object_patches_backup, patcher.hook_backup = {}, {}, {}
-    return patcher
 
 
 @dataclass
