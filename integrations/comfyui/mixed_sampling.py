@@ -1,13 +1,15 @@
 """Sampling with several models inside ComfyUI's samplers.
 
-The mix is a clone of model 1 that carries three of ComfyUI's wrappers. ``outer_sample`` prepares the other
+The mix is a clone of model 1 that carries four of ComfyUI's wrappers. ``outer_sample`` prepares the other
 models for the sampler's conditionings, or for their own, and registers what they need to be loaded.
+``prepare_sampling``, which loads all models, gets the memory that the most demanding of them works in.
 ``sampler_sample`` encodes those conditionings, as the sampler did for model 1. ``calc_cond_batch``, which
 every sampler calls for denoised pictures, asks each model at its own noise level and mixes velocities.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,7 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
     host.set_additional_models(KEY, added)
     mix = Mix(models, strategy, sharing, host)
     host.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, mix.outer_sample)
+    host.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, mix.prepare_sampling)
     host.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, mix.sampler_sample)
     host.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, mix.calc_cond_batch)
     if any(one.cfg for one in models):
@@ -130,6 +133,25 @@ class Mix:
                     guest.options, device=guest.patcher.offload_device
                 )
             self._guests.clear()
+
+    def prepare_sampling(
+        self,
+        executor: Any,
+        host: Any,
+        noise_shape: Sequence[int],
+        conds: Conds,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Load all models, and keep free what the most demanding of them works in with its ControlNets."""
+        own = _work_of(host, noise_shape, conds)
+        most = own
+        for guest in self._guests.values():
+            needed = _work_of(guest.patcher, noise_shape, guest.conds)
+            most = max(most[0], needed[0]), max(most[1], needed[1])
+        more = most[0] - own[0], most[1] - own[1]
+        with _asking_for_more(host.model, noise_shape[0], more):
+            return executor(host, noise_shape, conds, *args, **kwargs)
 
     def _prepared(self, k: int, patcher: Any, guider: Any) -> Guest:
         """Conditionings and options of model ``k``, as the sampler has them for the first model."""
@@ -243,6 +265,34 @@ class Mix:
             return executor(model, conds, x, sigma, _of_pictures(model_options, rows))
 
         return self._run.denoised(ask_first, conds, x_in, timestep)
+
+
+def _work_of(patcher: Any, noise_shape: Sequence[int], conds: Conds) -> tuple[float, float]:
+    """Bytes that a model works in with its ControlNets: where there is room, and at least."""
+    dtype = patcher.model_dtype()
+    _, controls = comfy.sampler_helpers.get_additional_models(conds, dtype)
+    much, least = comfy.sampler_helpers.estimate_memory(patcher, noise_shape, conds)
+    return much + controls, least + controls
+
+
+@contextlib.contextmanager
+def _asking_for_more(model: Any, batch: int, more: tuple[float, float]) -> Iterator[None]:
+    """Let ``model`` ask for ``more`` bytes: where there is room, and at least."""
+    by_itself, given = model.memory_required, vars(model).get("memory_required")
+
+    def memory_required(input_shape: Sequence[int], *args: Any, **kwargs: Any) -> float:
+        # Where there is room ComfyUI counts both branches of guidance, as one batch.
+        added = more[0] if input_shape[0] > batch else more[1]
+        return float(by_itself(input_shape, *args, **kwargs)) + added
+
+    model.memory_required = memory_required
+    try:
+        yield
+    finally:
+        if given is None:
+            del model.memory_required
+        else:
+            model.memory_required = given
 
 
 def _are_same(patches: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
