@@ -134,7 +134,7 @@ def maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
     counts = [len(_masks_of(one.mask)) for one in models if one.mask is not None]
     if counts and noise.ndim not in (4, 5):
         raise HddmError(
-            f"masks: latents of this model have {noise.ndim} axes, so they are no pictures, and a mask has no "
+            f"masks: these latents have {noise.ndim} axes, so they are no pictures, and a mask has no "
             "place in them; leave out the masks"
         )
     if noise.ndim == 5 and any(count > 1 for count in counts):
