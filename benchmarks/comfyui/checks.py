@@ -1,4 +1,7 @@
-"""What the nodes promise, checked in a running ComfyUI. Each check gives rows of the report."""
+"""What the nodes promise, checked in a running ComfyUI. Each check gives rows of the report.
+
+What those for hddm's own models promise is in `benchmarks.comfyui.ensemble_checks`.
+"""
 
 import copy
 import json
