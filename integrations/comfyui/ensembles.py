@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hddm.choice import Choice, pick_experts
 from hddm.noise import Seeded
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, one_line, sizes_apart
 from hddm.utils.streams import NUMBERS
 
 from .mixing import BEGIN, ROWS
@@ -378,14 +378,14 @@ class Decoder:
         return images
 
 
-def check_room(needed: float, there: float, device: Any) -> None:
+def check_room(needed: int, there: int, device: Any) -> None:
     """Raise an `HddmError` if ``device`` has fewer bytes free than an ensemble needs there."""
     if needed > there:
+        wanted, free = sizes_apart(needed, there)
         raise HddmError(
-            f"Load hddm Ensemble: its networks need {needed / 1e9:.2f} GB on {device}, as a whole, and "
-            f"{max(there, 0) / 1e9:.2f} GB are free; choose one expert by its number, close what else uses "
-            "that memory, start ComfyUI with --cpu, or let hddm serve run the ensemble elsewhere and use "
-            "hddm Server"
+            f"Load hddm Ensemble: its networks need {wanted} on {device}, as a whole, and {free} are free; "
+            "choose one expert by its number, close what else uses that memory, start ComfyUI with --cpu, or "
+            "let hddm serve run the ensemble elsewhere and use hddm Server"
         )
 
 
@@ -409,7 +409,8 @@ def _patcher(network: EnsembleNetwork, channels: int, space: str) -> Any:
             is_cpu = comfy.model_management.is_device_cpu(device_to)
             if not is_cpu:
                 missing = self.model_size() - self.loaded_size()
-                check_room(missing, comfy.model_management.get_free_memory(device_to), device_to)
+                there = int(comfy.model_management.get_free_memory(device_to))
+                check_room(missing, there, device_to)
             loaded = super().partially_load(device_to, math.inf, *args, **kwargs)
             if not is_cpu:
                 self.model.diffusion_model.bring()

@@ -140,14 +140,19 @@ def test_a_copy_of_an_ensemble_has_weights_and_choices_of_its_own(tmp_path: Path
         assert torch.equal(twin(x, at), wanted)
 
 
-def test_an_ensemble_that_does_not_fit_is_refused_in_one_line() -> None:
-    check_room(3e9, 3e9, "cuda:0")
-    reason = (
-        r"Load hddm Ensemble: .* need 5\.20 GB on cuda:0, as a whole, and 3\.10 GB are free; .*"
-        "choose one expert .* --cpu, or let hddm serve run"
-    )
-    with pytest.raises(HddmError, match=reason) as error:
-        check_room(5.2e9, 3.1e9, "cuda:0")
+@pytest.mark.parametrize(
+    ("needed", "there", "sizes"),
+    [
+        (5_200_000_000, 3_100_000_000, "need 5.20 GB on cuda:0, as a whole, and 3.10 GB are free"),
+        (118_632, 118_631, "need 118.632 kB on cuda:0, as a whole, and 118.631 kB are free"),
+    ],
+)
+def test_an_ensemble_that_does_not_fit_is_refused_in_one_line(
+    needed: int, there: int, sizes: str
+) -> None:
+    check_room(needed, needed, "cuda:0")
+    with pytest.raises(HddmError, match=f"Load hddm Ensemble: .* {sizes}; choose one") as error:
+        check_room(needed, there, "cuda:0")
     assert "\n" not in str(error.value)
 
 
