@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from benchmarks.comfyui import checks
+from benchmarks.comfyui import checks, ensemble_checks
 from benchmarks.comfyui.checks import Pictures, Row
 from benchmarks.comfyui.server import QueueError, running
 from benchmarks.harness import RESULTS, Start
@@ -81,13 +81,19 @@ def main() -> None:
             "One Gaussian mixture by two objectives": checks.one_mixture(pictures),
             "One model for each picture": checks.one_per_picture(pictures),
             "LoRAs of one checkpoint": checks.patches(pictures),
+            "Memory": checks.memory(pictures),
+            "Two prompts with guidance of their own": checks.by_two_prompts(pictures),
+            "Regions of prompts": checks.regions_of_prompts(pictures),
+            "Cancelled": checks.cancelled(pictures),
             "Example workflows": checks.examples(pictures, keep),
             "Refused": checks.refusals(pictures),
             # Loading an ensemble imports all of hddm.
             "The pack": checks.the_pack(comfy),
-            "Ensembles": checks.ensembles(pictures, comfy.base / "user"),
-            "Example of an ensemble": checks.example_of_an_ensemble(pictures, comfy.base / "user"),
-            "Example of a server": checks.example_of_a_server(comfy, comfy.base / "user"),
+            "Ensembles": ensemble_checks.ensembles(pictures, comfy.base / "user"),
+            "Example of an ensemble": ensemble_checks.example_of_an_ensemble(
+                pictures, comfy.base / "user"
+            ),
+            "Example of a server": ensemble_checks.example_of_a_server(comfy, comfy.base / "user"),
         }
         for name, rows in todo.items():
             sections[name] = list(_told(rows))

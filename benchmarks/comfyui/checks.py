@@ -1,4 +1,7 @@
-"""What the nodes promise, checked in a running ComfyUI. Each check gives rows of the report."""
+"""What the nodes promise, checked in a running ComfyUI. Each check gives rows of the report.
+
+What those for hddm's own models promise is in `benchmarks.comfyui.ensemble_checks`.
+"""
 
 import copy
 import json
@@ -8,14 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.comfyui.server import PACK, Comfy, QueueError, serving
+from benchmarks.comfyui.server import PACK, Comfy, QueueError
 from benchmarks.comfyui.workflows import Api, api_of, mixes, workflows
-from hddm.pipelines.pipeline import HDDMPipeline
-from tests.ensemble_files import flow_expert, write_ensemble
 
 ROUNDING = 1e-3
 """Largest difference of two pictures that are the same to rounding, beside the picture's largest value.
@@ -42,20 +42,43 @@ class Pictures:
 
     def of(self, graph: Api) -> Tensor:
         """Latents (batch, C, H, W) of the step "sample" of a graph in API form."""
-        self._number += 1
-        name = f"latents-{self._number}"
-        kept = {key: node for key, node in graph.items() if key not in ("decode", "save")}
-        saving = {"samples": ["sample", 0], "name": name}
-        kept["keep"] = {"class_type": "HDDMTestSave", "inputs": saving}
-        self._comfy.run(kept)
-        path = self._comfy.base / "output" / f"{name}.pt"
-        found: Tensor = torch.load(path)
+        found: Tensor = torch.load(self._output("HDDMTestSave", graph, "pt"))
         return found
+
+    def loads_of(self, graph: Api) -> Api:
+        """What ComfyUI loaded for a graph, and the memory that it made free for each sampling."""
+        found: Api = json.loads(self._output("HDDMTestLoads", graph, "json").read_text())
+        return found
+
+    def _output(self, kind: str, graph: Api, suffix: str) -> Path:
+        """The file that a node of this kind writes of the step "sample" of a graph."""
+        self._number += 1
+        name = f"kept-{self._number}"
+        kept = {key: node for key, node in graph.items() if key not in ("decode", "save")}
+        kept["keep"] = {"class_type": kind, "inputs": {"samples": ["sample", 0], "name": name}}
+        self._comfy.run(kept)
+        return self._comfy.base / "output" / f"{name}.{suffix}"
+
+    def told_by(self, kind: str, steps: Api) -> Api:
+        """What a node of this kind tells about the model of the step "a"."""
+        self._number += 1
+        inputs = {"model": ["a", 0], "name": f"told-{self._number}"}
+        self._comfy.run({**steps, "keep": {"class_type": kind, "inputs": inputs}})
+        path = self._comfy.base / "output" / f"{inputs['name']}.json"
+        found: Api = json.loads(path.read_text())
+        return found
+
+    def cancelled_in(self, graph: Api, started: str) -> str:
+        """The node in which a graph was cancelled, once there was a file ``started``."""
+        return self._comfy.cancel(graph, self._comfy.base / "output" / started)
 
     def error_of(self, graph: Api) -> str:
         """What a user reads who queues this graph, which must fail."""
         try:
-            self.of(graph)
+            if "sample" in graph:
+                self.of(graph)
+            else:
+                self._comfy.run(graph)
         except QueueError as error:
             return str(error)
         return "nothing was refused"
@@ -189,7 +212,7 @@ def one_per_picture(pictures: Pictures) -> Iterator[Row]:
     alone_b = pictures.of(graph("b", steps, batch=6))
     found = pictures.of(graph("mix", steps, batch=6))
     again = pictures.of(graph("mix", steps, batch=6))
-    wanted = _nearest(found, alone_a, alone_b)
+    wanted = nearest_of(found, alone_a, alone_b)
     is_b = (wanted == alone_b).flatten(1).all(1)
     yield compared("draw: each of 6 pictures is that of one model alone", found, wanted)
     by_b = int(is_b.sum())
@@ -223,6 +246,126 @@ def patches(pictures: Pictures) -> Iterator[Row]:
     yield compared(
         "afterwards the checkpoint alone is unchanged", pictures.of(graph("a", steps)), plain
     )
+
+
+def by_two_prompts(pictures: Pictures) -> Iterator[Row]:
+    """Dual CFG, which asks for three conditionings, guides a mix as it guides one model."""
+    steps = {"a": model("circles", "eps"), "b": model("squares", "flow")}
+    steps |= {"mix": mix(weight_2="3"), "blend": blend("eps", weight_high=0.25, weight_low=0.25)}
+    for style in ("regular", "nested"):
+        found, wanted = (pictures.of(_dual(one, steps, style)) for one in ("mix", "blend"))
+        yield compared(f"Dual CFG, {style}, of a mix, beside the sum in closed form", found, wanted)
+    steps["mix"] = mix(cfg_2=2.0)
+    message = pictures.error_of(_dual("mix", steps, "regular"))
+    is_told = "has a cfg of its own" in message and "\n" not in message
+    yield Row("Dual CFG of a mix with cfg of its own is refused", message, is_told)
+
+
+def _dual(sampled: str, steps: Mapping[str, Api], style: str) -> Api:
+    """A workflow that samples a model by two prompts, with guidance scales of their own."""
+    made = graph(sampled, steps)
+    text = copy.deepcopy(made["prompt"])
+    text["inputs"]["text"] = "green"
+    links = {"model": [sampled, 0], "cond1": ["prompt", 0], "cond2": ["second", 0]}
+    guidance = {"negative": ["negative", 0], "cfg_conds": 3.0, "cfg_cond2_negative": 2.0}
+    schedule = {"scheduler": "normal", "steps": 5, "denoise": 1.0}
+    parts = {
+        "noise": ("RandomNoise", {"noise_seed": 5}),
+        "guider": ("DualCFGGuider", {**links, **guidance, "style": style}),
+        "sampler": ("KSamplerSelect", {"sampler_name": "euler"}),
+        "sigmas": ("BasicScheduler", {"model": [sampled, 0], **schedule}),
+    }
+    inputs = {name: [name, 0] for name in parts} | {"latent_image": ["size", 0]}
+    parts["sample"] = ("SamplerCustomAdvanced", inputs)
+    for name, (kind, given) in parts.items():
+        made[name] = {"class_type": kind, "inputs": given}
+    return {**made, "second": text}
+
+
+def regions_of_prompts(pictures: Pictures) -> Iterator[Row]:
+    """Conditionings with a mask or an area reach the model that draws a picture as if it were alone."""
+    left = {"value": 1.0, "width": 64, "height": 128}
+    nowhere = {"value": 0.0, "width": 128, "height": 128}
+    added = {"destination": ["nowhere", 0], "source": ["half", 0], "x": 0, "y": 0}
+    where = {"conditioning": ["prompt", 0], "strength": 1.0}
+    masked = {**where, "mask": ["left", 0], "set_cond_area": "default"}
+    area = {**where, "width": 64, "height": 128, "x": 0, "y": 0}
+    masks = {
+        "nowhere": {"class_type": "SolidMask", "inputs": nowhere},
+        "half": {"class_type": "SolidMask", "inputs": left},
+        "left": {"class_type": "MaskComposite", "inputs": {**added, "operation": "add"}},
+    }
+    both = {"conditioning_1": ["there", 0], "conditioning_2": ["second", 0]}
+    for kind, inputs in (("ConditioningSetMask", masked), ("ConditioningSetArea", area)):
+        steps = {"a": model("unet", "eps"), "b": model("unet", "v", seed=2), **masks}
+        steps |= {"mix": mix(way="draw"), "there": {"class_type": kind, "inputs": inputs}}
+        steps["both"] = {"class_type": "ConditioningCombine", "inputs": both}
+        made = []
+        for sampled in ("a", "b", "mix"):
+            one = graph(sampled, steps, batch=6)
+            one["sample"]["inputs"]["positive"] = ["both", 0]
+            one["second"] = copy.deepcopy(one["prompt"])
+            one["second"]["inputs"]["text"] = "green"
+            made.append(pictures.of(one))
+        nearest = nearest_of(made[2], made[0], made[1])
+        yield compared(f"draw, with {kind}: each picture is that of one model", made[2], nearest)
+
+
+def cancelled(pictures: Pictures) -> Iterator[Row]:
+    """A mix that was cancelled samples as one that never was."""
+    steps = {"a": model("circles", "eps"), "b": model("squares", "flow")}
+    started = {"model": ["mix", 0], "name": "started"}
+    steps["seen"] = {"class_type": "HDDMTestStarted", "inputs": started}
+    for way in ("mix", "draw"):
+        steps["mix"] = mix(way=way)
+        started["name"] = f"started-{way}"
+        made = graph("seen", steps, batch=6)
+        before = pictures.of(graph("mix", steps, batch=6))
+        long = graph("seen", steps, batch=6, steps=10_000)
+        long["keep"] = {"class_type": "PreviewAny", "inputs": {"source": ["sample", 0]}}
+        node = pictures.cancelled_in(long, started["name"])
+        yield Row(f"{way}: cancelled while it samples", node, node == "KSampler")
+        what = f"{way}: the same mix after it was cancelled"
+        yield compared(what, pictures.of(made), before, bound=0)
+
+
+def memory(pictures: Pictures) -> Iterator[Row]:
+    """ComfyUI frees what the most demanding model works in, and loads nothing twice."""
+    steps = {"a": model("circles", "eps"), "b": model("unet", "v")}
+    steps |= {"mix": mix(), "swapped": mix(model_1=["b", 0], model_2=["a", 0])}
+
+    def asked_for(made: Api) -> float:
+        return float(pictures.loads_of(made)["asked"][-1])
+
+    small, large = (asked_for(graph(one, steps)) for one in "ab")
+    for name in ("mix", "swapped"):
+        found = asked_for(graph(name, steps))
+        told = f"{found / 2**20:.1f} MiB, as {large / 2**20:.1f} and not {small / 2**20:.1f}"
+        yield Row(f"memory of the larger model: {name}", told, found == large > small)
+    made = graph("mix", steps)
+    control = {"conditioning": ["prompt", 0], "size": 2**30}
+    made["there"] = {"class_type": "HDDMTestControl", "inputs": control}
+    made["mix"]["inputs"] |= {"positive_2": ["there", 0], "negative_2": ["negative", 0]}
+    found = asked_for(made)
+    told = f"{(found - large) / 2**20:.1f} MiB more"
+    yield Row("memory of a ControlNet of model 2 (1024 MiB)", told, found == large + 2**30)
+
+    unet = {"a": model("unet", "eps")}
+    for name, seed in (("one", 1), ("two", 2)):
+        lora = {"model": ["a", 0], "seed": seed}
+        unet[name] = {"class_type": "HDDMTestLora", "inputs": lora}
+    links = {"model_1": ["one", 0], "model_2": ["two", 0]}
+    unet["mix"] = mix(**links)
+    first = pictures.of(graph("mix", unet))
+    pictures.loads_of(graph("mix", unet))
+    unet["mix"] = mix(**links, weight_2="2")
+    loads = pictures.loads_of(graph("mix", unet))
+    told = f"{loads['loads']} loads, {loads['unloads']} times all unloaded"
+    is_kept = loads["loads"] == 0 and loads["unloads"] == 0 and len(loads["asked"]) == 1
+    yield Row("two LoRAs of one checkpoint, mixed by another weight", told, is_kept)
+    unet["mix"] = mix(**links)
+    again = pictures.of(graph("mix", unet))
+    yield compared("and by the first weight again", again, first, bound=0)
 
 
 def refusals(pictures: Pictures) -> Iterator[Row]:
@@ -302,7 +445,7 @@ def examples(pictures: Pictures, keep: Callable[[str, Api], None]) -> Iterator[R
                 single = copy.deepcopy(made)
                 single["sample"]["inputs"]["model"] = [one, 0]
                 alone.append(pictures.of(single))
-            nearest = _nearest(found, alone[0], alone[1])
+            nearest = nearest_of(found, alone[0], alone[1])
             yield compared(f"example {name}: each picture is that of one model", found, nearest)
             continue
         wanted = copy.deepcopy(made)
@@ -311,37 +454,7 @@ def examples(pictures: Pictures, keep: Callable[[str, Api], None]) -> Iterator[R
         yield compared(f"example {name}, beside the sum in closed form", found, pictures.of(wanted))
 
 
-def example_of_an_ensemble(pictures: Pictures, folder: Path) -> Iterator[Row]:
-    """The example of Load hddm Ensemble gives the pictures of hddm's own pipeline, from the same noise."""
-    path = write_ensemble(folder / "example", [flow_expert(seed) for seed in range(2)])
-    made = api_of(workflows()["ensemble"])
-    made["a"]["inputs"]["folder"] = str(path)
-    wanted = _by_hddm(path, made["sample"]["inputs"]["steps"])
-    yield compared("example ensemble, beside hddm's pipeline", pictures.of(made), wanted)
-
-
-def example_of_a_server(comfy: Comfy, folder: Path) -> Iterator[Row]:
-    """The example of hddm Server, with a real service: what the mask leaves free stays as it is."""
-    path = write_ensemble(folder / "served", [flow_expert(seed) for seed in range(2)])
-    with serving(path) as address:
-        made = api_of(workflows()["server"])
-        for node in made.values():
-            if node["class_type"] == "HDDMServer":
-                node["inputs"]["address"] = address
-        outputs = comfy.run(made)
-    first, *_ = comfy.images_of(outputs["save"])
-    edited = comfy.images_of(outputs["save_edited"])
-    yield Row("example server: pictures", f"{len(edited)}", len(edited) == 4)
-    half = first.shape[1] // 2
-    kept = max(int(np.abs(one[:, :half] - first[:, :half]).max()) for one in edited)
-    changed = min(int(np.abs(one[:, half:] - first[:, half:]).max()) for one in edited)
-    yield Row("example server: the left half stays", f"off by {kept} of 255", kept <= 1)
-    yield Row(
-        "example server: the right half changes", f"by {changed} of 255 at least", changed > 1
-    )
-
-
-def _nearest(found: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def nearest_of(found: Tensor, one: Tensor, other: Tensor) -> Tensor:
     is_other = (found - other).flatten(1).abs().amax(1) < (found - one).flatten(1).abs().amax(1)
     return torch.where(is_other[:, None, None, None], other, one)
 
@@ -367,60 +480,6 @@ def full_size(pictures: Pictures) -> Iterator[Row]:
     found = pictures.of(graph("mix", steps, **how))
     is_finite = bool(found.isfinite().all())
     yield Row("the same file as eps and as v, mixed", f"finite: {is_finite}", is_finite)
-
-
-def ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
-    """An ensemble of hddm, sampled by ComfyUI from the same noise as by hddm's own pipeline."""
-    path = write_ensemble(folder, [flow_expert(seed, num_classes=3) for seed in range(2)])
-    for strategy, text, cfg in (
-        ("draw", "cat", 2.0),
-        ("full", "", 1.0),
-        ("commit-0.6", "dog", 2.0),
-    ):
-        loader = {"folder": str(path), "strategy": strategy, "expert": -1, "batch_size": 4}
-        steps = {"a": {"class_type": "HDDMLoadEnsemble", "inputs": loader}}
-        made = graph("a", steps, cfg=cfg, steps=4, scheduler="simple", latent_image=["a", 3])
-        made["prompt"]["inputs"]["text"] = text
-        asked: Api = {"prompt": text} if text else {}
-        wanted = _by_hddm(path, 4, **asked, guidance_scale=cfg, strategy=strategy)
-        what = f"an ensemble under {strategy}, {text or 'no prompt'}, cfg {cfg:g}, beside hddm's pipeline"
-        yield compared(what, pictures.of(made), wanted)
-    yield from _mixed_ensembles(pictures, folder)
-
-
-def _by_hddm(path: Path, steps: int, **asked: Any) -> Tensor:
-    """Four latents of hddm's pipeline by Euler's method, from the noise that ComfyUI has with seed 5."""
-    pipe = HDDMPipeline.from_pretrained(path)
-    pipe.set_progress_bar_config(disable=True)
-    noise = torch.randn((4, *pipe.ensemble.sample_shape), generator=torch.manual_seed(5))
-    how: Api = {"num_inference_steps": steps, "solver": "euler", "output_type": "latent"}
-    found: Tensor = pipe(num_images_per_prompt=4, seed=5, latents=noise, **how, **asked).images
-    return found
-
-
-def _mixed_ensembles(pictures: Pictures, folder: Path) -> Iterator[Row]:
-    """Two ensembles in one mix: each picture has the model, and in it the expert, that it has alone."""
-    steps: Api = {}
-    for name, seeds in (("a", (0, 1)), ("b", (2, 3))):
-        path = write_ensemble(folder / name, [flow_expert(seed) for seed in seeds])
-        loader = {"folder": str(path), "strategy": "draw", "expert": -1, "batch_size": 8}
-        steps[name] = {"class_type": "HDDMLoadEnsemble", "inputs": loader}
-    how = {"cfg": 1.0, "steps": 4, "scheduler": "simple", "latent_image": ["a", 3]}
-    texts = {
-        name: {"class_type": "CLIPTextEncode", "inputs": {"clip": ["a", 1], "text": ""}}
-        for name in ("prompt", "negative")
-    }
-    alone = [pictures.of({**graph(one, steps, **how), **texts}) for one in "ab"]
-    for way in ("draw", "commit"):
-        # At level 1 a commit is a draw, by the same coin.
-        steps["mix"] = mix(way=way, commit_at=1.0)
-        found = pictures.of({**graph("mix", steps, **how), **texts})
-        nearest = _nearest(found, *alone)
-        is_b = (nearest == alone[1]).flatten(1).all(1)
-        yield compared(f"two ensembles by {way}: each picture is that of one alone", found, nearest)
-        yield Row(
-            f"two ensembles by {way}: both", f"{int(is_b.sum())} of 8", 0 < int(is_b.sum()) < 8
-        )
 
 
 def the_pack(comfy: Comfy) -> Iterator[Row]:

@@ -24,6 +24,8 @@ from integrations.build_pack import build
 PACK = "hddm-nodes"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+_LIMIT = 600.0
+"""Seconds that a workflow may take."""
 _HIDING = """
 import sys
 from pathlib import Path
@@ -52,27 +54,50 @@ class Comfy:
         with urllib.request.urlopen(f"{self._address}{path}", timeout=30) as answer:
             return json.loads(answer.read())
 
-    def run(self, workflow: Mapping[str, Any], limit: float = 600) -> dict[str, Any]:
+    def run(self, workflow: Mapping[str, Any]) -> dict[str, Any]:
         """Queue a workflow in API form, wait for it, and give the outputs of its nodes.
 
         Raises:
             QueueError: for one that is refused or fails.
         """
-        body = json.dumps({"prompt": workflow}).encode()
-        request = urllib.request.Request(f"{self._address}/prompt", body)
+        return _outputs(self._finished(self._queue(workflow)))
+
+    def cancel(self, workflow: Mapping[str, Any], started: Path) -> str:
+        """Queue a workflow, cancel it once the file ``started`` is there, and name the node that ran then.
+
+        An empty name is that of a workflow which ended by itself.
+        """
+        number, end = self._queue(workflow), time.monotonic() + _LIMIT
+        while not started.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        self._post("/interrupt", {})
+        for kind, facts in self._finished(number)["status"]["messages"]:
+            if kind == "execution_interrupted":
+                return str(facts["node_type"])
+        return ""
+
+    def _post(self, path: str, content: Mapping[str, Any]) -> bytes:
+        request = urllib.request.Request(f"{self._address}{path}", json.dumps(content).encode())
         request.add_header("Content-Type", "application/json")
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                number = json.loads(answer.read())["prompt_id"]
+                found: bytes = answer.read()
         except urllib.error.HTTPError as error:
             raise QueueError(error.read().decode()) from error
-        end = time.monotonic() + limit
+        return found
+
+    def _queue(self, workflow: Mapping[str, Any]) -> str:
+        return str(json.loads(self._post("/prompt", {"prompt": workflow}))["prompt_id"])
+
+    def _finished(self, number: str) -> dict[str, Any]:
+        """What ComfyUI's history says of a workflow, once it has ended."""
+        end = time.monotonic() + _LIMIT
         while time.monotonic() < end:
             history = self.get(f"/history/{number}")
             if number in history:
-                return _outputs(history[number])
+                return dict(history[number])
             time.sleep(0.05)
-        raise QueueError(f"not finished within {limit:g} s")
+        raise QueueError(f"not finished within {_LIMIT:g} s")
 
     def images_of(self, output: Mapping[str, Any]) -> list[NDArray[np.int64]]:
         """Pictures (H, W, 3) that a node saved."""

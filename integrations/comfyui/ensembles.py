@@ -3,10 +3,12 @@
 This node needs hddm with all its requirements; they are imported when it runs.
 """
 
+import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from hddm.choice import Choice, pick_experts
 from hddm.noise import Seeded
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, one_line, sizes_apart
 from hddm.utils.streams import NUMBERS
 
 from .mixing import BEGIN, ROWS
@@ -67,6 +69,11 @@ class LoadEnsemble:
             }
         }
 
+    @classmethod
+    def IS_CHANGED(cls, folder: str = "", **unused: Any) -> str:
+        """A text that is another one after the files of ``folder`` were written again."""
+        return _fingerprint_of(folder)
+
     def load(
         self, folder: str, strategy: str, expert: int, batch_size: int
     ) -> tuple[Any, "PromptReader", "Decoder", dict[str, Tensor]]:
@@ -78,6 +85,7 @@ class LoadEnsemble:
                 "the two"
             )
         try:
+            from hddm.ensemble import Ensemble
             from hddm.pipelines.pipeline import HDDMPipeline
         except ImportError as error:
             raise HddmError(
@@ -85,10 +93,14 @@ class LoadEnsemble:
                 "a checkout of hddm, see what pip would change: pip install --dry-run ."
             ) from error
 
+        def ensemble_of(pipe: HDDMPipeline) -> Ensemble:
+            return pipe.ensemble.under(strategy.strip()) if strategy.strip() else pipe.ensemble
+
+        def again() -> Ensemble:
+            return ensemble_of(HDDMPipeline.from_pretrained(place))
+
         pipe = HDDMPipeline.from_pretrained(place)
-        ensemble = pipe.ensemble
-        if strategy.strip():
-            ensemble = ensemble.under(strategy.strip())
+        ensemble = ensemble_of(pipe)
         if expert >= len(ensemble.experts):
             raise HddmError(
                 f"expert {expert}: the experts of {folder} are 0 to {len(ensemble.experts) - 1}"
@@ -98,7 +110,7 @@ class LoadEnsemble:
             raise HddmError(
                 f"{folder}: its experts make samples of several kinds; choose one by its number"
             )
-        network = EnsembleNetwork(ensemble, None if expert < 0 else expert)
+        network = EnsembleNetwork(ensemble, None if expert < 0 else expert, again)
         latent = {"samples": torch.zeros(batch_size, *shape)}
         return (
             _patcher(network, shape[0], _space_of(pipe, max(expert, 0))),
@@ -114,11 +126,35 @@ def _space_of(pipe: Any, expert: int) -> str:
     return "Pixels" if vae is None else f"LatentsOf{vae.fingerprint[:8]}"
 
 
-def _place_of(folder: str) -> Path:
-    """The folder that a text names, pasted with quotes perhaps, as file managers copy it."""
+def _named_by(folder: str) -> Path | None:
+    """The place that a text names, pasted with quotes perhaps, as file managers copy it."""
     text = folder.strip().strip("'\"").strip()
-    place = Path(text).expanduser()
-    if not text or not place.is_dir():
+    return Path(text).expanduser() if text else None
+
+
+def _fingerprint_of(folder: str) -> str:
+    """Hash of the names, sizes and times of all files in a folder; of nothing if it is not there."""
+    place, found = _named_by(folder), hashlib.sha256()
+    if place is None:
+        return found.hexdigest()
+    for parent, folders, names in os.walk(place):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(parent, name)
+            facts = path.stat() if path.exists() else path.lstat()
+            line = f"{path.relative_to(place)} {facts.st_size} {facts.st_mtime_ns}\n"
+            found.update(line.encode(errors="surrogateescape"))
+    return found.hexdigest()
+
+
+def _place_of(folder: str) -> Path:
+    """The folder that a text names.
+
+    Raises:
+        HddmError: if there is none.
+    """
+    place = _named_by(folder)
+    if place is None or not place.is_dir():
         raise HddmError(
             f"folder {folder!r}: there is no such folder on ComfyUI's machine; give the whole path of an "
             "ensemble or expert folder"
@@ -131,16 +167,27 @@ class EnsembleNetwork(nn.Module):
 
     Each picture of a batch keeps its expert under ``draw`` and after a commit. A mix that asks for some
     pictures of its batch alone names them in ``transformer_options`` (`ROWS`).
+
+    Args:
+        ensemble: experts and router.
+        expert: number of one that makes all pictures; None for the ensemble's strategy.
+        again: opens the same ensemble once more, for a copy of this network.
     """
 
     dtype = torch.float32
 
-    def __init__(self, ensemble: Any, expert: int | None) -> None:
+    def __init__(
+        self, ensemble: Any, expert: int | None, again: Callable[[], Any] | None = None
+    ) -> None:
         super().__init__()
-        self.ensemble, self.expert = ensemble, expert
-        # A router of reliability is around another one.
-        routers = [ensemble.router, getattr(ensemble.router, "base", None)]
-        modules = [one.network for one in ensemble.experts] + routers
+        self.ensemble, self.expert, self._again = ensemble, expert, again
+        if expert is None:
+            # A router of reliability is around another one.
+            routers = [ensemble.router, getattr(ensemble.router, "base", None)]
+            networks = [getattr(one, "network", one) for one in routers]
+            modules = [one.network for one in ensemble.experts] + networks
+        else:
+            modules = [ensemble.experts[expert].network]
         # ComfyUI moves what is registered here between its devices.
         self.parts = nn.ModuleList([one for one in modules if isinstance(one, nn.Module)])
         self._seed = 0
@@ -149,6 +196,32 @@ class EnsembleNetwork(nn.Module):
         self._planned = dict[int, Tensor]()
         """Weights (K,) by the picture of the batch, for the step that runs."""
         self._planned_at = math.nan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EnsembleNetwork":
+        """The same with weights and choices of its own, for a mix that has this ensemble twice."""
+        assert self._again is not None
+        return EnsembleNetwork(self._again(), self.expert, self._again)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all weights on a device. ComfyUI counts none of those that are not there yet."""
+        from hddm.networks.offload import holder_of, size_of
+
+        holders, others = set(), 0
+        for part in self.parts:
+            holder = holder_of(part)
+            if holder is None:
+                others += size_of(part)
+            else:
+                # Experts of one base share its weights.
+                holders.add(holder)
+        return others + sum(one.size for one in holders)
+
+    def bring(self) -> None:
+        """Bring the weights to the device now; otherwise each network's come when it is first asked."""
+        for part in self.parts:
+            # Asking a network of hddm for its parameters brings them.
+            part.parameters()
 
     def begin_sampling(self, seed: int) -> None:
         """A new sampling."""
@@ -305,6 +378,17 @@ class Decoder:
         return images
 
 
+def check_room(needed: int, there: int, device: Any) -> None:
+    """Raise an `HddmError` if ``device`` has fewer bytes free than an ensemble needs there."""
+    if needed > there:
+        wanted, free = sizes_apart(needed, there)
+        raise HddmError(
+            f"Load hddm Ensemble: its networks need {wanted} on {device}, as a whole, and {free} are free; "
+            "choose one expert by its number, close what else uses that memory, start ComfyUI with --cpu, or "
+            "let hddm serve run the ensemble elsewhere and use hddm Server"
+        )
+
+
 def _patcher(network: EnsembleNetwork, channels: int, space: str) -> Any:
     import comfy.conds
     import comfy.latent_formats
@@ -315,6 +399,26 @@ def _patcher(network: EnsembleNetwork, channels: int, space: str) -> Any:
     from comfy.patcher_extension import WrappersMP
 
     samples = type(space, (comfy.latent_formats.LatentFormat,), {"latent_channels": channels})
+
+    class WholePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
+        """Loads all or nothing: ComfyUI loads parts of its own kinds of layers alone."""
+
+        def partially_load(
+            self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any
+        ) -> Any:
+            is_cpu = comfy.model_management.is_device_cpu(device_to)
+            if not is_cpu:
+                missing = self.model_size() - self.loaded_size()
+                there = int(comfy.model_management.get_free_memory(device_to))
+                check_room(missing, there, device_to)
+            loaded = super().partially_load(device_to, math.inf, *args, **kwargs)
+            if not is_cpu:
+                self.model.diffusion_model.bring()
+            return loaded
+
+        def partially_unload(self, device_to: Any, memory_to_free: float = 0, **unused: Any) -> int:
+            # ComfyUI unloads the whole where this frees too little.
+            return 0
 
     class PromptCondition(comfy.conds.CONDRegular):  # type: ignore[misc]
         """A condition of the positive branch, by which experts are chosen."""
@@ -341,10 +445,11 @@ def _patcher(network: EnsembleNetwork, channels: int, space: str) -> Any:
     config = Config({"dtype": torch.float32})
     flow = comfy.model_base.ModelType.FLOW
     model = EnsembleModel(config, flow, unet_model=lambda **unused: network)
-    patcher = comfy.model_patcher.ModelPatcher(
+    patcher = WholePatcher(
         model,
         comfy.model_management.get_torch_device(),
         comfy.model_management.unet_offload_device(),
+        network.size,
     )
 
     def begin(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,18 @@
 """Sampling with several models inside ComfyUI's samplers.
 
-The mix is a clone of model 1 that carries three of ComfyUI's wrappers. ``outer_sample`` prepares the other
+The mix is a clone of model 1 that carries four of ComfyUI's wrappers. ``outer_sample`` prepares the other
 models for the sampler's conditionings, or for their own, and registers what they need to be loaded.
+``prepare_sampling``, which loads all models, gets the memory that the most demanding of them works in.
 ``sampler_sample`` encodes those conditionings, as the sampler did for model 1. ``calc_cond_batch``, which
 every sampler calls for denoised pictures, asks each model at its own noise level and mixes velocities.
 """
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_management
 import comfy.model_patcher
 import comfy.sampler_helpers
 import comfy.samplers
@@ -27,13 +26,14 @@ from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import NUMBERS
 
+from .conditionings import Conds, check_width, has_hooks, percents_of, rows_of, with_own_controls
+from .copies import has_same_weights, with_own_weights
 from .levels import Levels, denoised_of
-from .mixing import BEGIN, KEY, ROWS, ModelToMix, maps_of
+from .mixing import BEGIN, KEY, ROWS, ModelToMix, maps_beside
 
 logger = logging.getLogger(__name__)
 
 CONTROLS = "hddm_controls"
-Conds = dict[str, list[dict[str, Any]]]
 
 
 def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
@@ -45,46 +45,23 @@ def mixed(models: Sequence[ModelToMix], strategy: Strategy) -> Any:
         patcher = one.model.clone()
         # A network that keeps who makes which picture is one for each part of the mix.
         is_shared = not hasattr(patcher.model.diffusion_model, BEGIN)
-        if is_shared and any(_has_same_weights(patcher, other) for other in loaded):
+        if is_shared and any(has_same_weights(patcher, other) for other in loaded):
             sharing[k] = patcher
             continue
         if any(patcher.is_clone(other) for other in loaded):
-            patcher = _with_own_weights(patcher, k + 1)
+            patcher = with_own_weights(patcher, loaded, k + 1)
         loaded.append(patcher)
         added.append(patcher)
     host.set_additional_models(KEY, added)
     mix = Mix(models, strategy, sharing, host)
     host.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, mix.outer_sample)
+    host.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, mix.prepare_sampling)
     host.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, mix.sampler_sample)
     host.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, mix.calc_cond_batch)
     if any(one.cfg for one in models):
         # A sampler with cfg 1 would not ask for the negative, which models with another cfg need.
         host.model_options["disable_cfg1_optimization"] = True
     return host
-
-
-def _has_same_weights(one: Any, other: Any) -> bool:
-    """True if two patchers make the same of the model that both hold."""
-    return bool(
-        one.is_clone(other)
-        and one.patches_uuid == other.patches_uuid
-        and one.object_patches == other.object_patches
-        and one.hook_patches.keys() == other.hook_patches.keys()
-        and one.injections.keys() == other.injections.keys()
-    )
-
-
-def _with_own_weights(patcher: Any, number: int) -> Any:
-    """The same patcher on a copy of its model, for one checkpoint with two different LoRAs."""
-    logger.info(
-        "hddm: model %d is a checkpoint that is in the mix already; its weights are copied", number
-    )
-    # Loaded weights may hold the patches of the other one.
-    comfy.model_management.unload_all_models()
-    patcher.model = copy.deepcopy(patcher.model)
-    patcher.parent = None
-    patcher.backup, patcher.object_patches_backup, patcher.hook_backup = {}, {}, {}
-    return patcher
 
 
 @dataclass
@@ -125,7 +102,7 @@ class Mix:
                 "in front of Mix Models, one for each model"
             )
         given = [*guider.original_conds.values(), *(one.positive or () for one in self.models)]
-        if any(_has_hooks(listed) for listed in given):
+        if any(has_hooks(listed) for listed in given):
             raise HddmError(
                 "a conditioning has hooks (Set CLIP Hooks, Cond Set Hooks), which a mix of models does not "
                 "support; load its LoRA in front of Mix Models instead"
@@ -157,6 +134,25 @@ class Mix:
                 )
             self._guests.clear()
 
+    def prepare_sampling(
+        self,
+        executor: Any,
+        host: Any,
+        noise_shape: Sequence[int],
+        conds: Conds,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Load all models, and keep free what the most demanding of them works in with its ControlNets."""
+        own = _work_of(host, noise_shape, conds)
+        most = own
+        for guest in self._guests.values():
+            needed = _work_of(guest.patcher, noise_shape, guest.conds)
+            most = max(most[0], needed[0]), max(most[1], needed[1])
+        more = most[0] - own[0], most[1] - own[1]
+        with _asking_for_more(host.model, noise_shape[0], more):
+            return executor(host, noise_shape, conds, *args, **kwargs)
+
     def _prepared(self, k: int, patcher: Any, guider: Any) -> Guest:
         """Conditionings and options of model ``k``, as the sampler has them for the first model."""
         own, asked = self.models[k], guider.original_conds
@@ -175,8 +171,8 @@ class Mix:
                 given["negative"] = comfy.sampler_helpers.convert_cond(negative)
         conds, controls = Conds(), dict[int, Any]()
         for name, listed in given.items():
-            conds[name] = [_with_own_controls(cond, controls) for cond in listed]
-        _check_width(patcher, conds, k + 1)
+            conds[name] = [with_own_controls(cond, controls) for cond in listed]
+        check_width(patcher, conds, k + 1)
         comfy.samplers.preprocess_conds_hooks(conds)
         options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
         comfy.sampler_helpers.prepare_model_patcher(patcher, conds, options)
@@ -207,7 +203,7 @@ class Mix:
             if hasattr(network, BEGIN):
                 getattr(network, BEGIN)(seed or 0)
             own = Levels(model.model_sampling, f"model {k + 1}")
-            with _percents_of(host.model_sampling, levels[0], model.model_sampling, own):
+            with percents_of(host.model_sampling, levels[0], model.model_sampling, own):
                 guest.conds = comfy.samplers.process_conds(
                     model, noise, guest.conds, device, latent_image, denoise_mask, seed
                 )
@@ -271,13 +267,32 @@ class Mix:
         return self._run.denoised(ask_first, conds, x_in, timestep)
 
 
-def _has_hooks(listed: Sequence[Any]) -> bool:
-    """True if a conditioning, as nodes hand it over or as samplers do, has hooks."""
-    for one in listed:
-        facts = one if isinstance(one, Mapping) else one[1]
-        if facts.get("hooks") is not None:
-            return True
-    return False
+def _work_of(patcher: Any, noise_shape: Sequence[int], conds: Conds) -> tuple[float, float]:
+    """Bytes that a model works in with its ControlNets: where there is room, and at least."""
+    dtype = patcher.model_dtype()
+    _, controls = comfy.sampler_helpers.get_additional_models(conds, dtype)
+    much, least = comfy.sampler_helpers.estimate_memory(patcher, noise_shape, conds)
+    return much + controls, least + controls
+
+
+@contextlib.contextmanager
+def _asking_for_more(model: Any, batch: int, more: tuple[float, float]) -> Iterator[None]:
+    """Let ``model`` ask for ``more`` bytes: where there is room, and at least."""
+    by_itself, given = model.memory_required, vars(model).get("memory_required")
+
+    def memory_required(input_shape: Sequence[int], *args: Any, **kwargs: Any) -> float:
+        # Where there is room ComfyUI counts both branches of guidance, as one batch.
+        added = more[0] if input_shape[0] > batch else more[1]
+        return float(by_itself(input_shape, *args, **kwargs)) + added
+
+    model.memory_required = memory_required
+    try:
+        yield
+    finally:
+        if given is None:
+            del model.memory_required
+        else:
+            model.memory_required = given
 
 
 def _are_same(patches: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
@@ -320,7 +335,7 @@ class MixRun:
     ) -> None:
         self._models, self._strategy = mix.models, mix.strategy
         self._guider, self._levels, self._guests = guider, levels, guests
-        self._maps = _maps_beside(mix.models, noise)
+        self._maps = maps_beside(mix.models, noise)
         self._kept: Tensor | None = None
         if mix.strategy.keeps_one:
             at = torch.tensor([mix.strategy.value])
@@ -415,7 +430,7 @@ class MixRun:
             else:
                 own.append(cond if k == 0 else self._guests[k].conds[name])
         is_part = len(rows) < len(x)
-        few = _rows_of(own, rows, len(x)) if is_part else None
+        few = rows_of(own, rows, len(x)) if is_part else None
         if few is not None:
             own, here, times = few, x[rows.to(x.device)], t[rows]
         else:
@@ -486,108 +501,3 @@ def _of_pictures(options: dict[str, Any], rows: Tensor | None) -> dict[str, Any]
         return options
     to_network = {**options.get("transformer_options", {}), ROWS: rows.tolist()}
     return {**options, "transformer_options": to_network}
-
-
-def _maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
-    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one."""
-    size = noise.shape[-2:]
-    maps = maps_of(models, len(noise), size, noise.device)
-    if maps is None:
-        return None
-    return maps.reshape(len(models), len(noise), 1, *[1] * (noise.ndim - 4), *size)
-
-
-def _with_own_controls(cond: dict[str, Any], known: dict[int, Any]) -> dict[str, Any]:
-    """The conditioning with ControlNets of its own, which keep the noise levels of one model."""
-    own = cond.copy()
-    if own.get("control") is not None:
-        own["control"] = _own_control(own["control"], known)
-    return own
-
-
-def _own_control(control: Any, known: dict[int, Any]) -> Any:
-    if id(control) not in known:
-        twin = control.copy()
-        if control.previous_controlnet is not None:
-            twin.set_previous_controlnet(_own_control(control.previous_controlnet, known))
-        known[id(control)] = twin
-    return known[id(control)]
-
-
-def _check_width(patcher: Any, conds: Conds, number: int) -> None:
-    """Refuse texts of another encoder, where a model says how wide its texts are."""
-    config = getattr(patcher.model.model_config, "unet_config", {})
-    width = config.get("context_dim")
-    for listed in conds.values():
-        for cond in listed:
-            text = cond.get("cross_attn")
-            if isinstance(width, int) and text is not None and text.shape[-1] != width:
-                raise HddmError(
-                    f"model {number} takes texts of width {width}, and gets one of {text.shape[-1]}; encode "
-                    f"the prompts with its own text encoder and connect them to this model's positive and "
-                    "negative"
-                )
-
-
-@contextlib.contextmanager
-def _percents_of(first: Any, levels: Levels, sampling: Any, own: Levels) -> Iterator[None]:
-    """Let percents mean noise levels of the ``first`` model, which the sampler counts by.
-
-    ConditioningSetTimestepRange, ControlNets and hooks ask ``sampling`` for the sigma of a percent.
-    """
-    if sampling is first:
-        yield
-        return
-    by_itself = sampling.percent_to_sigma
-
-    def percent_to_sigma(percent: float) -> float:
-        if percent <= 0 or percent >= 1:
-            return float(by_itself(percent))
-        t = levels.times(torch.tensor(float(first.percent_to_sigma(percent))))
-        return float(own.sigmas(t))
-
-    sampling.percent_to_sigma = percent_to_sigma
-    try:
-        yield
-    finally:
-        del sampling.percent_to_sigma
-
-
-def _rows_of(conds: Sequence[Any], rows: Tensor, batch: int) -> list[Any] | None:
-    """``conds`` for the pictures ``rows`` of a batch; None where they are of the whole batch alone."""
-    found: list[Any] = []
-    for listed in conds:
-        if listed is None:
-            found.append(None)
-            continue
-        some = []
-        for cond in listed:
-            if any(name in cond for name in ("control", "gligen", "hooks")):
-                return None
-            own = cond.copy()
-            mask = own.get("mask")
-            if mask is not None and len(mask) not in (1, batch):
-                return None
-            if mask is not None and len(mask) == batch:
-                own["mask"] = mask[rows.to(mask.device)]
-            own["model_conds"] = {}
-            for name, value in cond["model_conds"].items():
-                part = _value_rows(value, rows, batch)
-                if part is None:
-                    return None
-                own["model_conds"][name] = part
-            some.append(own)
-        found.append(some)
-    return found
-
-
-def _value_rows(value: Any, rows: Tensor, batch: int) -> Any:
-    held = value.cond
-    if not isinstance(held, Tensor):
-        # Lists are of the whole batch; constants are for every picture.
-        return None if isinstance(held, list) else value
-    if held.ndim == 0 or len(held) == 1:
-        return value
-    if len(held) != batch:
-        return None
-    return value._copy_with(held[rows.to(held.device)])

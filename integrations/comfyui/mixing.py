@@ -124,6 +124,31 @@ def maps_of(
     return torch.stack([free if mask is None else mask for mask in masks])
 
 
+def maps_beside(models: Sequence[ModelToMix], noise: Tensor) -> Tensor | None:
+    """Masks (K, batch, 1, …) beside latents ``noise``; None if no model has one.
+
+    Raises:
+        HddmError: if a model has a mask and latents are no pictures (batch, C, H, W) and no videos
+            (batch, C, frames, H, W), or videos with more than one mask.
+    """
+    counts = [len(_masks_of(one.mask)) for one in models if one.mask is not None]
+    if counts and noise.ndim not in (4, 5):
+        raise HddmError(
+            f"masks: these latents have {noise.ndim} axes, so they are no pictures, and a mask has no "
+            "place in them; leave out the masks"
+        )
+    if noise.ndim == 5 and any(count > 1 for count in counts):
+        raise HddmError(
+            f"masks: a model has {max(counts)} masks, and latents are a video; give one mask, which counts "
+            "for every frame"
+        )
+    size = noise.shape[-2:]
+    maps = maps_of(models, len(noise), size, noise.device)
+    if maps is None:
+        return None
+    return maps.reshape(len(models), len(noise), 1, *[1] * (noise.ndim - 4), *size)
+
+
 def _check_conditioning(one: ModelToMix, k: int) -> None:
     if one.positive is None and one.negative is not None:
         raise HddmError(f"model {k}: has a negative of its own, and needs a positive as well")

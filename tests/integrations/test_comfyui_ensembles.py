@@ -1,6 +1,8 @@
 """Ensembles as networks of ComfyUI's, called as its samplers call them."""
 
+import copy
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hddm.networks.offload import holder_of
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.routers import Router
 from hddm.utils.errors import HddmError
 from integrations.comfyui.ensembles import (
     PREFIX,
@@ -19,6 +23,7 @@ from integrations.comfyui.ensembles import (
     EnsembleNetwork,
     LoadEnsemble,
     PromptReader,
+    check_room,
 )
 from integrations.comfyui.mixing import ROWS
 from tests.ensemble_files import flow_expert, write_ensemble
@@ -89,6 +94,96 @@ def test_one_expert_alone_makes_all_pictures(pipe: HDDMPipeline) -> None:
         found = EnsembleNetwork(pipe.ensemble, 1)(x, at)
         wanted = pipe.ensemble.experts[1].velocity(x, torch.tensor(0.5))
     assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_only_the_networks_that_are_asked_are_moved_between_devices(pipe: HDDMPipeline) -> None:
+    """An expert alone is the remedy where a whole ensemble does not fit."""
+    ensemble = pipe.ensemble
+    assert isinstance(ensemble.router, Router)
+    experts = [one.network for one in ensemble.experts]
+    whole, alone = EnsembleNetwork(ensemble, None), EnsembleNetwork(ensemble, 1)
+    assert list(whole.parts) == [*experts, ensemble.router.network]
+    assert list(alone.parts) == experts[1:]
+    weights = [sum(one.nbytes for one in part.parameters()) for part in whole.parts]
+    assert whole.size == sum(weights)
+    assert alone.size == weights[1]
+
+
+def test_all_weights_come_to_a_device_at_once(tmp_path: Path) -> None:
+    folder = write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)])
+    ensemble = HDDMPipeline.from_pretrained(folder).ensemble
+    network = EnsembleNetwork(ensemble, None)
+    holders = [holder_of(one.network) for one in ensemble.experts]
+    for is_there in (False, True):
+        for holder in holders:
+            assert holder is not None
+            assert holder.shelf.is_present(holder) == is_there
+        network.bring()
+
+
+def test_a_copy_of_an_ensemble_has_weights_and_choices_of_its_own(tmp_path: Path) -> None:
+    """A mix that has one ensemble twice, for two regions perhaps, copies its network."""
+    folder = write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)])
+
+    def opened() -> Any:
+        return HDDMPipeline.from_pretrained(folder).ensemble.under("draw")
+
+    network = EnsembleNetwork(opened(), None, opened)
+    x, at = torch.randn(6, 3, 4, 4), torch.full((6,), 500.0)
+    with torch.no_grad():
+        network.begin_sampling(SEED)
+        wanted = network(x, at)
+        twin = copy.deepcopy(network)
+        assert twin._kept == {}
+        assert not {*twin.modules()} & {*network.modules()}
+        twin.begin_sampling(SEED)
+        assert torch.equal(twin(x, at), wanted)
+
+
+@pytest.mark.parametrize(
+    ("needed", "there", "sizes"),
+    [
+        (5_200_000_000, 3_100_000_000, "need 5.20 GB on cuda:0, as a whole, and 3.10 GB are free"),
+        (118_632, 118_631, "need 118.632 kB on cuda:0, as a whole, and 118.631 kB are free"),
+    ],
+)
+def test_an_ensemble_that_does_not_fit_is_refused_in_one_line(
+    needed: int, there: int, sizes: str
+) -> None:
+    check_room(needed, needed, "cuda:0")
+    with pytest.raises(HddmError, match=f"Load hddm Ensemble: .* {sizes}; choose one") as error:
+        check_room(needed, there, "cuda:0")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_was_written_again_is_loaded_again(tmp_path: Path) -> None:
+    def fingerprint(folder: object = tmp_path) -> str:
+        return LoadEnsemble.IS_CHANGED(folder=str(folder), strategy="", expert=-1, batch_size=1)
+
+    seen = [fingerprint(tmp_path / "missing")]
+
+    def is_new() -> bool:
+        found = fingerprint()
+        assert found == fingerprint(f"'{tmp_path}' ")
+        seen.append(found)
+        return found not in seen[:-1]
+
+    record = tmp_path / "ensemble.json"
+    record.write_text("{}")
+    assert is_new()
+    assert not is_new()
+    before = record.stat()
+    record.write_text("[]")
+    os.utime(record, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert is_new()
+    (tmp_path / "experts").mkdir()
+    weights = tmp_path / "experts" / "weights.safetensors"
+    weights.write_bytes(b"1")
+    assert is_new()
+    weights.rename(tmp_path / "experts" / "others.safetensors")
+    assert is_new()
+    (tmp_path / "experts" / "gone").symlink_to(tmp_path / "nowhere")
+    assert is_new()
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full", "commit-0.6"])

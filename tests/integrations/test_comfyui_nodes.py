@@ -14,7 +14,7 @@ from torch import Tensor
 from hddm.utils.errors import HddmError
 from integrations.build_pack import build
 from integrations.comfyui.levels import Levels, denoised_of
-from integrations.comfyui.mixing import BEGIN, ModelToMix, check, strategy_of
+from integrations.comfyui.mixing import BEGIN, ModelToMix, check, maps_beside, strategy_of
 from integrations.comfyui.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from integrations.comfyui.weights import WeightCurve, check_sum
 from tests.oracles import GaussianMixture, relative_error
@@ -180,6 +180,35 @@ def test_a_part_of_the_picture_without_a_model_is_refused_before_anything_runs(
 def test_masks_that_leave_nothing_out_are_taken(masks: tuple[Tensor | None, ...]) -> None:
     models = [to_mix("1", mask=masks[0]), to_mix("0.5: 2, 0.3: 0.1", mask=masks[1])]
     check(models, strategy_of("mix", 0.5))
+
+
+@pytest.mark.parametrize("frames", [(), (3,)])
+def test_a_mask_counts_for_all_channels_and_frames(frames: tuple[int, ...]) -> None:
+    models = [to_mix(mask=_half()), to_mix()]
+    noise = torch.randn(2, 4, *frames, 8, 8)
+    maps = maps_beside(models, noise)
+    assert maps is not None
+    first, second = maps.expand(2, *noise.shape)
+    assert first[..., :4].eq(1).all()
+    assert first[..., 4:].eq(0).all()
+    assert torch.equal(second, 1 - first)
+    assert maps_beside([to_mix(), to_mix()], noise) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape", "reason"),
+    [
+        (_half(), (1, 64, 256), "have 3 axes, so they are no pictures"),
+        (_half().repeat(5, 1, 1), (1, 4, 5, 8, 8), "has 5 masks, and latents are a video"),
+    ],
+)
+def test_masks_without_a_place_in_the_latents_are_refused_in_one_line(
+    mask: Tensor, shape: tuple[int, ...], reason: str
+) -> None:
+    with pytest.raises(HddmError, match=f"masks: .*{reason}") as error:
+        maps_beside([to_mix(mask=mask), to_mix()], torch.randn(shape))
+    assert "\n" not in str(error.value)
+    assert maps_beside([to_mix(), to_mix()], torch.randn(shape)) is None
 
 
 def test_an_ensemble_may_be_another_model_than_the_first() -> None:

@@ -8,9 +8,12 @@ Two networks exist. ``unet`` is ComfyUI's UNet with random weights, read as an e
 is the weighted sum of two such denoisers in closed form, as one model.
 """
 
+import json
 import math
+import sys
 from pathlib import Path
 
+import comfy.controlnet
 import comfy.latent_formats
 import comfy.model_base
 import comfy.model_management
@@ -191,10 +194,10 @@ class Unet(Picture):
         return torch.tanh(self.net(x, times, context=context, transformer_options={}))
 
 
-def _model(network, objective, latents, settings, width):
+def _model(network, objective, latents, settings, width, memory=0.1):
     class Config(comfy.supported_models_base.BASE):
         latent_format = FORMATS[latents]
-        memory_usage_factor = 0.1
+        memory_usage_factor = memory
 
     config = Config(
         {"context_dim": width, "objective": objective, "dtype": torch.float32, **settings}
@@ -261,7 +264,8 @@ class TestModel:
 
     def make(self, network, objective, seed, latents, encoder):
         if network == "unet":
-            model = _model(Unet, objective, latents, {"seed": seed}, 16)
+            # It works in more memory than the others.
+            model = _model(Unet, objective, latents, {"seed": seed}, 16, memory=0.4)
         else:
             settings = {"shape": network, "encoder": encoder}
             model = _model(Shapes, objective, latents, settings, WIDTHS[encoder])
@@ -345,9 +349,6 @@ class TestModules:
         return {"required": {"name": ("STRING", {"default": "modules"})}}
 
     def save(self, name):
-        import json
-        import sys
-
         import hddm
 
         facts = {
@@ -359,6 +360,167 @@ class TestModules:
         return {}
 
 
-NODE_CLASS_MAPPINGS = {
-    f"HDDM{one.__name__}": one for one in (TestModel, TestBlend, TestLora, TestSave, TestModules)
-}
+class TestStarted:
+    """A model that writes a file once it is asked for pictures, so that a test knows when to cancel it."""
+
+    CATEGORY = "hddm/test"
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "name": ("STRING", {"default": "started"})}}
+
+    def patch(self, model, name):
+        patched, path = model.clone(), Path(folder_paths.get_output_directory()) / name
+
+        def guidance(args):
+            path.touch()
+            return args["denoised"]
+
+        patched.set_model_sampler_post_cfg_function(guidance)
+        return (patched,)
+
+
+class LargeControl(comfy.controlnet.ControlBase):
+    """A ControlNet that changes nothing, and says that it works in many bytes."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def copy(self):
+        twin = LargeControl(self.size)
+        self.copy_to(twin)
+        return twin
+
+    def get_control(self, *inputs, **options):
+        return None
+
+    def inference_memory_requirements(self, dtype):
+        return self.size
+
+
+class TestControl:
+    CATEGORY = "hddm/test"
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "put"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        size = ("INT", {"default": 0, "min": 0, "max": 2**40})
+        return {"required": {"conditioning": ("CONDITIONING",), "size": size}}
+
+    def put(self, conditioning, size):
+        control = LargeControl(size)
+        return ([[text, {**facts, "control": control}] for text, facts in conditioning],)
+
+
+SEEN = {"asked": [], "loads": 0, "unloads": 0}
+"""What ComfyUI's management of memory was asked to do since `TestLoads` told it."""
+
+
+def _count_loads():
+    management = comfy.model_management
+    load, unload_all = management.load_models_gpu, management.unload_all_models
+    load_one = comfy.model_patcher.ModelPatcher.load
+
+    def load_models_gpu(models, memory_required=0, *args, **options):
+        SEEN["asked"].append(memory_required)
+        return load(models, memory_required, *args, **options)
+
+    def unload_all_models():
+        SEEN["unloads"] += 1
+        return unload_all()
+
+    def load_weights(self, *args, **options):
+        SEEN["loads"] += 1
+        return load_one(self, *args, **options)
+
+    management.load_models_gpu, management.unload_all_models = load_models_gpu, unload_all_models
+    comfy.model_patcher.ModelPatcher.load = load_weights
+
+
+_count_loads()
+
+
+class TestLoads:
+    """Tell what was loaded before some latents were there, and forget it."""
+
+    CATEGORY = "hddm/test"
+    RETURN_TYPES = ()
+    FUNCTION = "save"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",), "name": ("STRING", {"default": "loads"})}}
+
+    def save(self, samples, name):
+        path = Path(folder_paths.get_output_directory()) / f"{name}.json"
+        path.write_text(json.dumps(SEEN))
+        SEEN.update(asked=[], loads=0, unloads=0)
+        return {}
+
+
+class TestRoom:
+    """Load a model on a GPU that has so many bytes free; there is no GPU, and it must not get that far."""
+
+    CATEGORY = "hddm/test"
+    RETURN_TYPES = ()
+    FUNCTION = "load"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "free": ("INT", {"default": 0})}}
+
+    def load(self, model, free):
+        before = comfy.model_management.get_free_memory
+        comfy.model_management.get_free_memory = lambda *unused: free
+        try:
+            model.clone().partially_load(torch.device("cuda:0"), 2**40)
+        finally:
+            comfy.model_management.get_free_memory = before
+        return {}
+
+
+class TestWhole:
+    """Ask for a part of a model to be loaded and to be unloaded, and tell how much is loaded then."""
+
+    CATEGORY = "hddm/test"
+    RETURN_TYPES = ()
+    FUNCTION = "load"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "name": ("STRING", {"default": "whole"})}}
+
+    def load(self, model, name):
+        patcher, device = model.clone(), torch.device("cpu")
+        patcher.detach()
+        patcher.partially_load(device, 1)
+        loaded = patcher.loaded_size()
+        freed = patcher.partially_unload(device, 1)
+        facts = {"size": patcher.model_size(), "loaded": loaded, "freed": freed}
+        facts["left"] = patcher.loaded_size()
+        patcher.detach()
+        path = Path(folder_paths.get_output_directory()) / f"{name}.json"
+        path.write_text(json.dumps(facts))
+        return {}
+
+
+NODES = (
+    TestModel,
+    TestBlend,
+    TestLora,
+    TestSave,
+    TestModules,
+    TestStarted,
+    TestControl,
+    TestLoads,
+    TestRoom,
+    TestWhole,
+)
+NODE_CLASS_MAPPINGS = {f"HDDM{one.__name__}": one for one in NODES}
