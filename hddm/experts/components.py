@@ -21,8 +21,8 @@ from hddm.experts.expert import Expert, experts_in, with_decisions
 from hddm.experts.parts import numbers_of, topics_of, vaes_of
 from hddm.fit import Findings
 from hddm.networks.components import read_config
-from hddm.networks.encoders import replaced_by
-from hddm.networks.families import families
+from hddm.networks.encoders import T5, replaced_by
+from hddm.networks.families import families, pipelines
 from hddm.networks.identity import TextEncoderRecord, UnreadVae
 from hddm.networks.prompts import refuse_without_tokenizer, several_in, texts_record_of
 from hddm.networks.vae import vae_record_of
@@ -248,6 +248,7 @@ def _arrange_texts(
             is_decided = True
         if reader is not None:
             _compare_width(experts[k], reader, found)
+            _compare_pipeline(experts[k], reader, found)
             _compare_encoder(experts[k], reader, is_decided, found)
             taken[k] = reader.record
         elif len(takers) > 1 and not is_decided:
@@ -307,6 +308,32 @@ def _compare_width(expert: Expert, encoder: _TextEncoder, found: Findings) -> No
     if width not in (None, encoder.record.width):
         tokens = f"tokens {encoder.record.width} wide"
         found.differ(str(encoder.folder), f"{tokens}, and {expert.name} takes {width}")
+
+
+def _compare_pipeline(expert: Expert, encoder: _TextEncoder, found: Findings) -> None:
+    """Compare the pipeline that reads a text encoder with those around an expert's network.
+
+    Pipelines read the same T5 in their own ways: its number of tokens, upper case, and what of the padding
+    counts. One outside of a pipeline's folder is read as its tokenizer says, which is none of theirs.
+    """
+    config = read_config(expert.place)
+    family = families()[config["_class_name"]]
+    if not family.pipelines:
+        return
+    pipeline = family.pipeline(config, encoder.record)
+    has_reading = pipeline.prompts is not None or pipeline.t5_tokens is not None
+    if not has_reading or encoder.record.kind == pipeline.name:
+        return
+    folder, other = str(encoder.folder), pipelines().get(encoder.record.kind)
+    takes = f"{expert.name} takes prompts of {pipeline.name}"
+    remedy = "name the text encoder in a folder of that pipeline, below its model_index.json"
+    if other is not None:
+        found.differ(folder, f"is read as {other.name} reads it, and {takes}; {remedy}")
+    elif encoder.record.kind == T5:
+        found.note(
+            f"{folder}: prompts are read as its tokenizer says, and {takes}, which may read them in lower "
+            f"case, or more of them; {remedy}"
+        )
 
 
 def _text_encoder(components: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:

@@ -193,24 +193,43 @@ def test_an_expert_goes_back_to_a_pipeline_of_the_same_pictures(
     assert (record["kind"], record["tokens"]) == ("ChromaPipeline", 512)
 
 
+def _alone(source: Path, folder: Path) -> Path:
+    """An expert of the network alone."""
+    network, schedule = copied(source / "transformer", folder), source / "scheduler"
+    settings = schedule / "scheduler_config.json"
+    library.convert(network, folder / "alone", sample_size=SIDE, schedule=settings)
+    return folder / "alone"
+
+
 def test_a_network_alone_gets_the_text_encoder_of_a_pipeline(
     expert: Path, source: Path, tmp_path: Path
 ) -> None:
     """As an expert of a single file does, which holds no vocabulary."""
-    network, scheduler = copied(source / "transformer", tmp_path), source / "scheduler"
-    library.convert(
-        network,
-        tmp_path / "alone",
-        sample_size=SIDE,
-        schedule=scheduler / "scheduler_config.json",
-    )
+    alone = _alone(source, tmp_path)
     parts = {name: source / name for name in ("vae", "text_encoder", "tokenizer")}
-    assemble([tmp_path / "alone"], tmp_path / "whole", **parts, trust_components=True)
+    assemble([alone], tmp_path / "whole", **parts, trust_components=True)
     wanted = HDDMPipeline.from_pretrained(expert).encode(PROMPTS, guided=True)
     found = HDDMPipeline.from_pretrained(tmp_path / "whole").encode(PROMPTS, guided=True)
     for ours, theirs in ((found.given, wanted.given), (found.negative, wanted.negative)):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], one) for name, one in theirs.items())
+
+
+def test_a_t5_that_another_pipeline_reads_is_refused_and_one_of_no_pipeline_is_noted(
+    source: Path, hddm: Command, tmp_path: Path
+) -> None:
+    """All of them have the same weights; what differs are length, case and what of the padding counts."""
+    alone, other = _alone(source, tmp_path), copied(source, tmp_path)
+    edit_json(other / "model_index.json", _class_name="PixArtAlphaPipeline")
+    parts = {name: other / name for name in ("vae", "text_encoder", "tokenizer")}
+    options = {**parts, "trust_components": True}
+    error = refusal(assemble, [alone], tmp_path / "no", **options)
+    assert "read as PixArtAlphaPipeline reads it, and" in error
+    assert "takes prompts of ChromaPipeline; name the text encoder in a folder of" in error
+    (other / "model_index.json").unlink()
+    words = [f"--{name.replace('_', '-')}={place}" for name, place in parts.items()]
+    told = ("assemble", alone, "--out", tmp_path / "noted", *words, "--trust-components")
+    assert "prompts are read as its tokenizer says" in printed(hddm, *told)
 
 
 @pytest.mark.parametrize("kind", ["ChromaImg2ImgPipeline", "ChromaInpaintPipeline"])
