@@ -17,7 +17,6 @@ from hddm.networks.families import families
 from hddm.networks.folders import empty_network
 from tests.component_files import write_vae
 
-TOKENS = 40
 MEMORY = 900e6
 """Bytes that a conversion may hold without a file behind them; Python and its packages hold 400e6 of them."""
 
@@ -31,8 +30,8 @@ class Published:
     few: Mapping[str, int]
     pipeline: type[DiffusionPipeline]
     scheduler: Any
-    texts: Mapping[str, int]
-    """Width of each tensor of tokens of ``encode_prompt``."""
+    texts: Mapping[str, tuple[int, int]]
+    """Number and width of the tokens of a prompt, by their keyword."""
     empty: tuple[str, ...]
     more: Mapping[str, Any]
     options: tuple[str, ...] = ()
@@ -55,7 +54,7 @@ CHROMA = Published(
     few={"num_layers": 1, "num_single_layers": 1},
     pipeline=diffusers.ChromaPipeline,
     scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-    texts={"prompt_embeds": 4096},
+    texts={"prompt_embeds": (40, 4096)},
     empty=("text_encoder", "tokenizer"),
     more={},
     options=("--sample-size", "32"),
@@ -86,7 +85,7 @@ HUNYUAN = Published(
         prediction_type="v_prediction",
         steps_offset=1,
     ),
-    texts={"prompt_embeds": 1024, "prompt_embeds_2": 2048},
+    texts={"prompt_embeds": (77, 1024), "prompt_embeds_2": (256, 2048)},
     empty=(
         "text_encoder",
         "tokenizer",
@@ -129,12 +128,12 @@ def _stock(name: str, folder: Path) -> DiffusionPipeline:
 def _texts(name: str) -> dict[str, Tensor]:
     """Tokens of a prompt and a negative prompt, and their masks, in the widths of the text encoders."""
     made = {}
-    for seed, (text, width) in enumerate(PUBLISHED[name].texts.items()):
+    for seed, (text, shape) in enumerate(PUBLISHED[name].texts.items()):
         mask = text.replace("prompt_embeds", "prompt_attention_mask")
         for sign, length in (("", 12), ("negative_", 3)):
             noise = torch.Generator().manual_seed(10 * seed + len(sign))
-            made[f"{sign}{text}"] = torch.randn(1, TOKENS, width, generator=noise)
-            made[f"{sign}{mask}"] = (torch.arange(TOKENS) < length).float()[None]
+            made[f"{sign}{text}"] = torch.randn(1, *shape, generator=noise)
+            made[f"{sign}{mask}"] = (torch.arange(shape[0]) < length).float()[None]
     return made
 
 
