@@ -38,12 +38,13 @@ def table() -> str:
     rows = []
     for family in families().values():
         for pipeline in family.pipelines:
+            layouts = files.get(family.name, []) if pipeline.has_single_file else []
             cells = [
                 f"`{pipeline.name}`",
                 f"`{family.name}`",
                 prompts_by(family, pipeline),
                 _guidance(family, pipeline),
-                ", ".join(files.get(family.name, [])),
+                ", ".join(layouts),
             ]
             rows.append(f"| {' | '.join(cells)} |\n")
     return _HEAD + "".join(sorted(rows))

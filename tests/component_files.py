@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline
+from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
+from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
 from transformers import (
     BertConfig,
     BertModel,
@@ -18,6 +21,7 @@ from transformers import (
     T5Tokenizer,
 )
 
+from tests.artefacts import edit_json
 from tests.checkpoint_files import randomised
 
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
@@ -78,7 +82,7 @@ def texts_in(root: Path) -> dict[str, Path]:
     return {name: root / name for name in ("text_encoder", "tokenizer")}
 
 
-def _scatter(model: CLIPTextModel | T5EncoderModel | BertModel) -> None:
+def _scatter(model: CLIPTextModel | T5EncoderModel | BertModel | ChatGLMModel) -> None:
     model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -122,6 +126,48 @@ def write_bert(root: Path, width: int = 16, seed: int = 0) -> BertModel:
     return model
 
 
+def write_chatglm(root: Path, width: int = 16, seed: int = 0) -> ChatGLMModel:
+    """Write ``root/text_encoder``, which is returned, and ``root/tokenizer``, with configs as published."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = root / "tokenizer"
+    folder.mkdir(parents=True)
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(
+                ["a cat on a lawn", "two dogs", "the quick brown fox jumps"] * 9
+            ),
+            model_writer=file,
+            vocab_size=40,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    ChatGLMTokenizer(str(folder / "tokenizer.model")).save_pretrained(folder)
+    marks = {"eos_token": "</s>", "pad_token": "<unk>", "unk_token": "<unk>"}
+    edit_json(folder / "tokenizer_config.json", do_lower_case=False, **marks)
+    torch.manual_seed(seed)
+    config = ChatGLMConfig(
+        num_layers=2,
+        padded_vocab_size=64,
+        hidden_size=width,
+        ffn_hidden_size=24,
+        kv_channels=8,
+        num_attention_heads=4,
+        seq_length=300,
+        multi_query_attention=True,
+        multi_query_group_num=2,
+        add_qkv_bias=True,
+        original_rope=True,
+    )
+    model = ChatGLMModel(config, empty_init=False)
+    _scatter(model)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            # The class leaves them as they lie in memory.
+            parameter.data = 1 + 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(root / "text_encoder")
+    return model
+
+
 def write_tokenizer(folder: Path, tokens: int = 77, **config: Any) -> int:
     """Write a byte-level vocabulary, with the four files of Stable Diffusion's; its size is returned."""
     # The printable stand-in of each byte, as byte-level vocabularies have had it since GPT-2.
@@ -159,9 +205,10 @@ def save_by_transformers(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
 
 
-def saved_in_parts(pipe: DiffusionPipeline, folder: Path) -> Path:
+def saved_in_parts(
+    pipe: DiffusionPipeline, folder: Path, network: str = "transformer", **saving: Any
+) -> Path:
     """A pipeline's folder whose network is in several files."""
-    pipe.save_pretrained(folder, max_shard_size="40KB")
-    index = "diffusion_pytorch_model.safetensors.index.json"
-    assert (folder / "transformer" / index).is_file()
+    pipe.save_pretrained(folder, max_shard_size="40KB", **saving)
+    assert list((folder / network).glob("diffusion_pytorch_model.safetensors.index.*json"))
     return folder

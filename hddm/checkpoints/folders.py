@@ -58,7 +58,7 @@ from hddm.networks.vae import identify_vae, scale_and_shift
 from hddm.schedules import DDPM_FAMILY, FAMILIES
 from hddm.settings import Conversion, Reading
 from hddm.utils.documents import parse_yaml
-from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
+from hddm.utils.errors import HddmError, an, did_you_mean, errors_as, one_line, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
@@ -170,6 +170,8 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         read_config(folder), of_families(folder_layouts().values()), str(path)
     )
     family = known_family(kind)
+    with errors_as(HddmError, str(path)):
+        family.refuse(arguments)
     side, stated = reading.sample_size, arguments.get("sample_size")
     if family.states_size and side is not None and stated != [side, side]:
         if stated not in (None, side):

@@ -100,11 +100,10 @@ def _of_latent_diffusion(
 ) -> dict[str, ForeignLayer]:
     """Layers by their names in the code of latent diffusion."""
     found = {}
-    # Not every block of the class is one of latent diffusion.
-    with contextlib.suppress(HddmError):
-        weights = [f"{layer}.weight" for layer in layers]
-        pairs = ldm.key_table(weights, config, "LoRA").pairs
-        for pair, layer in zip(pairs, layers, strict=True):
+    for layer in layers:
+        # Not every block of the class is one of latent diffusion, nor is Kolors' projection of its text.
+        with contextlib.suppress(HddmError):
+            (pair,) = ldm.key_table([f"{layer}.weight"], config, "LoRA").pairs
             foreign = pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight")
             found[foreign] = ForeignLayer((layer,))
     return found

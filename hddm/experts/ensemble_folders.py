@@ -18,7 +18,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -29,7 +29,7 @@ from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record, write_records
 from hddm.networks.components import MODEL_INDEX, read_config, read_weights
 from hddm.networks.components import STEM as VAE_STEM
-from hddm.networks.encoders import READ_TEXT_ENCODERS, READ_VAES, TOKENIZERS
+from hddm.networks.encoders import READ_TEXT_ENCODERS, READ_VAES, TOKENIZERS, library_of
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import (
@@ -102,19 +102,19 @@ def _all_components() -> tuple[str, ...]:
     return tuple(names)
 
 
-def _classes_in(library: str, names: Iterable[str]) -> tuple[ClassName, ...]:
-    return tuple((library, name) for name in names)
+def _named(kind: str) -> ClassName:
+    return library_of(kind), kind
 
 
 COMPONENTS = _all_components()
 """Components that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
-    "vae": _classes_in("diffusers", READ_VAES),
+    "vae": tuple(("diffusers", name) for name in READ_VAES),
     "text_encoder": (
-        *_classes_in("transformers", READ_TEXT_ENCODERS),
+        *map(_named, READ_TEXT_ENCODERS),
         ("hddm", "PromptEncoders"),
     ),
-    "tokenizer": _classes_in("transformers", TOKENIZERS),
+    "tokenizer": tuple(map(_named, TOKENIZERS)),
 }
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),
@@ -378,14 +378,14 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         if is_text and not is_other and inside(folder, path.name).is_file():
             link_or_copy(path, target / path.name)
     if kind == "tokenizer":
-        return "transformers", tokenizer_class(read_config(folder, "tokenizer_config.json"))
+        return _named(tokenizer_class(read_config(folder, "tokenizer_config.json")))
     if kind == "text_encoder":
         # An expert has no index of the pipeline.
         config = text_encoder_config(folder)
         if config != read_config(folder):
             (target / "config.json").unlink()
             write_json(target / "config.json", config)
-        return "transformers", str(text_encoder_class(config))
+        return _named(str(text_encoder_class(config)))
     return "diffusers", str(read_config(folder)["_class_name"])
 
 

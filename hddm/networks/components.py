@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hddm.networks.encoders import HELD_CODE
 from hddm.utils.errors import HddmError, an, shown
 from hddm.utils.files import file_kind, inside, read_json, write_json
 from hddm.utils.pickles import read_pickle
@@ -55,15 +56,30 @@ class Held:
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Read a component's JSON file ``name``.
 
-    Raises `HddmError` for a file that is missing, leaves the folder or names foreign code.
+    It is read without the key that names its authors' code (`HELD_CODE`). Raises `HddmError` for a file
+    that is missing, leaves the folder or names foreign code.
     """
     path = folder / name
     config = read_json(inside(folder, name) if _is_there(path) else path)
+    if _is_held(config.get(_CODE[0])):
+        del config[_CODE[0]]
     for key in _CODE:
         if key in config:
             text = "which names code of its own; hddm does not run it"
             raise HddmError(f"{path}: has a key {key!r}, {text}")
     return config
+
+
+def _is_held(code: object) -> bool:
+    """True if all code that a config names (``auto_map``) is of `HELD_CODE`."""
+    if not isinstance(code, dict):
+        return False
+    for one in code.values():
+        # A tokenizer may name a fast class too, or none.
+        name = one[0] if isinstance(one, list) and one[1:] == [None] else one
+        if not isinstance(name, str) or not HELD_CODE.fullmatch(name):
+            return False
+    return True
 
 
 def class_in(folder: Path) -> str | None:

@@ -4,6 +4,7 @@ A class is added here alone. torch is not imported with them. How pipelines with
 prompts is a fact of their families (`hddm.networks.families`).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ PIPELINE = "pipeline"
 
 ADAPTED = "hddm_adapted"
 """Key of the config of a text encoder that a LoRA was merged into: a hash of the weights that it changed."""
+
+HELD_CODE = re.compile(r"(configuration|modeling|tokenization)_chatglm\.ChatGLM\w*")
+"""Code of authors that their configs name (``auto_map``), and of which a library has its own."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +73,45 @@ class TextEncoderClass:
     label: str
     """What messages call it."""
     is_masked: bool = False
-    """True if it does not see padding, so that the word that pads does not matter."""
+    """True if the word that pads does not matter: it sees no padding, or its tokenizer's class has one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the class."""
     unused: tuple[str, ...] = ()
     """Tensors of its files that are left out."""
+    divided: tuple[str, str] | None = None
+    """Keys of its config of which the second divides the first."""
 
 
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
-BERT = "BertModel"
+BERT, CHATGLM = "BertModel", "ChatGLMModel"
 CLIP_TOKENIZER, T5_TOKENIZER, BERT_TOKENIZER = "CLIPTokenizer", "T5Tokenizer", "BertTokenizer"
+CHATGLM_TOKENIZER = "ChatGLMTokenizer"
 TOKENIZERS: Mapping[str, tuple[str, ...]] = {
     CLIP_TOKENIZER: ("vocab.json", "merges.txt"),
     T5_TOKENIZER: ("spiece.model",),
     BERT_TOKENIZER: ("vocab.txt",),
+    CHATGLM_TOKENIZER: ("tokenizer.model",),
 }
 """Files of the classes that read a tokenizer, which tokenizer.json may replace.
 
 A config may name the classes with "Fast" at the end.
 """
+TRANSFORMERS = "transformers"
+_LIBRARIES: Mapping[str, str] = dict.fromkeys((CHATGLM, CHATGLM_TOKENIZER), "kolors")
+NEEDED_PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    CHATGLM_TOKENIZER: (("sentencepiece", "kolors"),)
+}
+"""Packages that a class of tokenizers needs beside those of hddm, each with the extra that installs it."""
+
+
+def library_of(kind: str) -> str:
+    """Library of a class of text encoders or tokenizers, as the index of a pipeline names it.
+
+    It is transformers, or a package of ``diffusers.pipelines``.
+    """
+    return _LIBRARIES.get(kind, TRANSFORMERS)
+
+
 _CLIP_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -123,6 +147,24 @@ _BERT_SIZES = (
     "hidden_act",
     "layer_norm_eps",
 )
+_CHATGLM_SIZES = (
+    "padded_vocab_size",
+    "hidden_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_layers",
+    "num_attention_heads",
+    "multi_query_attention",
+    "multi_query_group_num",
+    "layernorm_epsilon",
+    "rmsnorm",
+    "post_layer_norm",
+    "apply_residual_connection_post_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "fp32_residual_connection",
+    "original_rope",
+)
 _CLIP_CLASS = TextEncoderClass(CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES, "CLIP")
 _T5_CLASS = TextEncoderClass(T5, T5_TOKENIZER, "num_layers", _T5_SIZES, "T5", is_masked=True)
 _BERT_CLASS = TextEncoderClass(
@@ -136,12 +178,24 @@ _BERT_CLASS = TextEncoderClass(
     options={"add_pooling_layer": False},
     unused=("pooler.dense.weight", "pooler.dense.bias"),
 )
+_CHATGLM_CLASS = TextEncoderClass(
+    CHATGLM,
+    CHATGLM_TOKENIZER,
+    "num_layers",
+    _CHATGLM_SIZES,
+    "ChatGLM",
+    is_masked=True,
+    # Otherwise it allocates its tensors, also where torch should not (the device "meta").
+    options={"empty_init": False},
+    divided=("num_attention_heads", "multi_query_group_num"),
+)
 TEXT_ENCODERS: Mapping[str, TextEncoderClass] = {
     CLIP: _CLIP_CLASS,
     # Read without its projection, unless a pipeline needs it.
     CLIP_PROJECTED: _CLIP_CLASS,
     T5: _T5_CLASS,
     BERT: _BERT_CLASS,
+    CHATGLM: _CHATGLM_CLASS,
 }
 """The class that reads a text encoder, by the class that its config names."""
 READ_TEXT_ENCODERS = (CLIP, T5)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
-from hddm.networks.encoders import CLIP, READ_TEXT_ENCODERS, T5, TEXT_ENCODERS
+from hddm.networks.encoders import CLIP, READ_TEXT_ENCODERS, T5, TEXT_ENCODERS, library_of
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
@@ -40,13 +40,15 @@ from hddm.networks.text_encoder import (
     class_stated,
     cuts,
     embed,
+    labels_beside_clip,
     mean_of_text,
     padding_of,
     quiet,
     read_text_encoder,
     read_tokenizer,
-    refuse_for_t5,
     refuse_half_characters,
+    refuse_other_words,
+    refuse_reading,
     text_encoder_class,
     text_encoder_record_of,
     unread_text_encoder,
@@ -162,8 +164,8 @@ class PromptEncoders(nn.Module):
         family, texts = self.prompts, list(prompts)
         for text in texts:
             refuse_half_characters(text, one_line(repr(text), 60))
-        if not reading.is_plain and family.t5_tokens:
-            refuse_for_t5(reading)
+        if not reading.is_plain and not family.is_of_clip:
+            refuse_reading(reading, labels_beside_clip(family.encoders))
         if not reading.is_plain:
             return self._embed_by(reading, texts, is_negative)
         # Several CLIPs cut alike.
@@ -172,8 +174,11 @@ class PromptEncoders(nn.Module):
         for label, kind in by_label.items() if warns else ():
             words, limit = readers[kind], family.length(kind)
             for _, cut in cuts(words, texts, words.model_max_length if limit is None else limit):
-                text = f"{label}: {cut}" if family.t5_tokens else cut + READS_ALL
+                text = cut + READS_ALL if family.is_of_clip else f"{label}: {cut}"
                 warnings.warn(text, UserWarning, stacklevel=2)
+        for encoder, words in zip(self.encoders.values(), self.tokenizers.values(), strict=True):
+            tokens = words(texts, verbose=False).input_ids
+            refuse_other_words(max(max(ids, default=0) for ids in tokens), encoder)
         with quiet():
             conditions = family.encode(self._pipe, texts, self.device)
         return self._embedded(conditions, texts, is_negative)
@@ -214,7 +219,7 @@ class PromptEncoders(nn.Module):
 def index_content(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
     """What ``model_index.json`` says of a pipeline's prompts."""
     own = {ZEROS: empty_is_zero} if prompts_of(pipeline).has_zeros_key else {}
-    classes = {name: ["transformers", kind] for name, kind in encoder_classes(pipeline).items()}
+    classes = {name: [library_of(kind), kind] for name, kind in encoder_classes(pipeline).items()}
     return {"_class_name": pipeline, **own, **classes}
 
 

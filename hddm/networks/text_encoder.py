@@ -1,10 +1,11 @@
-"""CLIP, T5 and BERT text encoders and their tokenizers, which turn prompts into tokens that experts take.
+"""Text encoders (CLIP, T5, BERT, ChatGLM) and their tokenizers, which turn prompts into tokens.
 
 All are read from local files that are checked before transformers opens them.
 """
 
 import contextlib
 import hashlib
+import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,17 +24,20 @@ from hddm.networks.encoders import (
     CLIP,
     CLIP_PROJECTED,
     CLIP_TOKENIZER,
+    NEEDED_PACKAGES,
     PIPELINE,
     READ_TEXT_ENCODERS,
     TEXT_ENCODERS,
     TOKENIZERS,
+    TRANSFORMERS,
     TextEncoderClass,
+    library_of,
 )
 from hddm.networks.families import pipelines
 from hddm.networks.families.family import Pipeline
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, fingerprint
-from hddm.utils.errors import HddmError, an, did_you_mean, one_line
+from hddm.utils.errors import HddmError, an, did_you_mean, in_words, one_line, optional
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
@@ -56,7 +60,7 @@ _KEYS = {
     *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
     *("extra_ids", "legacy", "sp_model_kwargs"),
     *("cls_token", "do_basic_tokenize", "mask_token", "never_split", "sep_token", "strip_accents"),
-    "tokenize_chinese_chars",
+    *("tokenize_chinese_chars", "encode_special_tokens", "remove_space"),
 }
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_KEYS = {
@@ -81,9 +85,6 @@ def read_tokenizer(folder: Path) -> Any:
     Raises `HddmError` for missing files, entries that leave the folder, another class, a key of the config or
     the special tokens that is not known to be harmless, and files that make no tokenizer.
     """
-    # Imported here: it takes seconds.
-    import transformers
-
     settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     if not settings.exists() and (folder / "tokenizer" / settings.name).exists():
         raise HddmError(f"{folder}: is no tokenizer's folder; name {folder / 'tokenizer'}")
@@ -109,8 +110,10 @@ def read_tokenizer(folder: Path) -> Any:
         raise HddmError(
             f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them"
         )
+    for package, extra in NEEDED_PACKAGES.get(kind, ()):
+        optional(package, f"{folder}: {an(kind)}", extra)
     try:
-        tokenizer = getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True)
+        tokenizer = _class_called(kind).from_pretrained(str(folder), local_files_only=True)
         # It keeps settings of any kind, and fails on them at the first prompt.
         cuts(tokenizer, ["a"], length=2)
         found = _tokenized(tokenizer, ["a"], 2)
@@ -123,6 +126,16 @@ def read_tokenizer(folder: Path) -> Any:
             f"{settings}: model_input_names is {stated}, without {missing[0]}; delete it there"
         )
     return tokenizer
+
+
+def _class_called(kind: str) -> Any:
+    """The class of a text encoder or tokenizer; its library is imported here, which takes seconds."""
+    library = library_of(kind)
+    place = library if library == TRANSFORMERS else f"diffusers.pipelines.{library}"
+    with warnings.catch_warnings():
+        # Of torch, for what diffusers' ChatGLM does on import.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+        return getattr(importlib.import_module(place), kind)
 
 
 def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
@@ -153,7 +166,7 @@ def read_text_encoder(
     variant: str | None = None,
     kind: str | None = None,
 ) -> Any:
-    """Read the text encoder in a folder or file, in evaluation mode: CLIP, T5, or BERT by its ``kind``.
+    """Read the text encoder in a folder or file, in evaluation mode: CLIP, T5, or another by its ``kind``.
 
     Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
     projection, which is used with the ``kind`` `CLIP_PROJECTED`; by default the kind is the config's, without
@@ -296,10 +309,7 @@ def embed(
         warnings.warn(cut + hint, UserWarning, stacklevel=2)
     tokenized = _tokenized(tokenizer, prompts, length)
     ids, mask = tokenized["input_ids"], tokenized["attention_mask"]
-    vocabulary = text_encoder.config.vocab_size
-    if ids.max() >= vocabulary:
-        text = f"and the text encoder has {vocabulary}; use the tokenizer that belongs to it"
-        raise HddmError(f"the tokenizer gives token {ids.max().item()}, {text}")
+    refuse_other_words(int(ids.max()), text_encoder)
     is_clip, device = not hasattr(text_encoder, "shared"), text_encoder.device
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
     with torch.no_grad():
@@ -319,19 +329,34 @@ def _embed_by(
 ) -> Embedded:
     """As `embed`, of one CLIP, whose last norm follows the layer that is read."""
     if hasattr(text_encoder, "shared"):
-        refuse_for_t5(reading)
+        refuse_reading(reading, "T5")
     states = read_states(text_encoder, tokenizer, prompts, reading, layer=0, norm=True)
     ends = end_of_text(states.ids, tokenizer).to(states.hidden.device)
     pooled = states.hidden[torch.arange(len(prompts)), ends]
     return checked_embedding(Embedded({TEXT: states.hidden}, pooled))
 
 
-def refuse_for_t5(reading: PromptReading) -> None:
-    """Raise an `HddmError` for a ``reading`` other than the plain one, which only CLIP has."""
+def refuse_reading(reading: PromptReading, label: str) -> None:
+    """Raise an `HddmError` for a ``reading`` that only CLIP has, of encoders with another ``label``."""
     name = "clip_skip" if reading.clip_skip else "long_prompt"
     raise HddmError(
-        f"`{name}`: is for networks of CLIP alone, and this one reads prompts by T5; drop it"
+        f"`{name}`: is for networks of CLIP alone, and this one reads prompts by {label}; drop it"
     )
+
+
+def labels_beside_clip(kinds: Sequence[str]) -> str:
+    """What messages call those of these classes of text encoders that are no CLIP."""
+    labels = dict.fromkeys(TEXT_ENCODERS[kind].label for kind in kinds)
+    labels.pop(TEXT_ENCODERS[CLIP].label, None)
+    return in_words(list(labels))
+
+
+def refuse_other_words(largest: int, text_encoder: Any) -> None:
+    """Raise an `HddmError` for a token, the ``largest`` of a tokenizer's, that the text encoder lacks."""
+    vocabulary = text_encoder.config.vocab_size
+    if largest >= vocabulary:
+        text = f"and the text encoder has {vocabulary}; use the tokenizer that belongs to it"
+        raise HddmError(f"the tokenizer gives token {largest}, {text}")
 
 
 def end_of_text(ids: Tensor, tokenizer: Any) -> Tensor:
@@ -376,11 +401,13 @@ def refuse_half_characters(text: str, name: str) -> None:
 def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
     """Indices of the ``prompts`` of more than ``length`` tokens; warns of what each loses."""
     tokens: list[list[int]] = tokenizer(list(prompts), verbose=False).input_ids
-    found = []
+    marks, found = tokenizer.special_tokens_map, []
+    ends = [marks[name] for name in ("eos_token", "sep_token") if name in marks]
     for index, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
         if len(ids) > length:
-            # The last token is the end, which a prompt that is cut keeps.
-            cut = tokenizer.decode(ids[length - 1 : -1])
+            # The last token may be the end, which a prompt that is cut keeps.
+            has_end = tokenizer.convert_ids_to_tokens(ids[-1]) in ends
+            cut = tokenizer.decode(ids[length - 1 : -1] if has_end else ids[length:])
             warning = (
                 f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
             )
@@ -437,9 +464,6 @@ def _open(
     place: Path | Held, variant: str | None, wanted: str | None = None
 ) -> tuple[Any, dict[str, Tensor], Path]:
     """The empty encoder in ``place``, its tensors without the prefix, and the weights file."""
-    # Imported here: it takes seconds, and few sources need it.
-    import transformers
-
     if isinstance(place, Held):
         origin, config = place.path, dict(place.config)
     else:
@@ -463,10 +487,15 @@ def _open(
             f"{origin}: {known.layers} is {str(layers)[:40]} for {len(weights)} tensors"
         )
     sizes = {key: config[key] for key in known.sizes if key in config}
-    owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
+    owner = _class_called(CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
     try:
-        if wrong := [key for key, one in sizes.items() if isinstance(one, int) and one < 1]:
-            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}")
+        for key, one in sizes.items():
+            if isinstance(one, int) and not isinstance(one, bool) and one < 1:
+                raise ValueError(f"{key} is {one}")
+        if known.divided is not None:
+            whole, part = (sizes.get(key, 1) for key in known.divided)
+            if whole % part:
+                raise ValueError(f"{known.divided[0]} is {whole}, not divided by {part}")
         if kind == CLIP:
             # The end chooses the pooled output, which fails without one; CLIP's is the last of its words.
             end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)

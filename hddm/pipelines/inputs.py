@@ -28,7 +28,12 @@ from hddm.experts.ensemble_folders import numbered
 from hddm.networks.clip_reading import PromptReading
 from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders, text_parts
-from hddm.networks.text_encoder import embed, refuse_for_t5, refuse_half_characters
+from hddm.networks.text_encoder import (
+    embed,
+    labels_beside_clip,
+    refuse_half_characters,
+    refuse_reading,
+)
 from hddm.networks.vae import decode, latents_of, scale_of
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan
@@ -220,12 +225,12 @@ class Encoding(Offloading):
         for number in self.readers if long_prompt else ():
             encoder, words = self._reader(number) or (None, None)
             if isinstance(encoder, PromptEncoders):
-                if encoder.prompts.t5_tokens:
-                    refuse_for_t5(reading)
+                if not encoder.prompts.is_of_clip:
+                    refuse_reading(reading, labels_beside_clip(encoder.prompts.encoders))
                 words = next(iter(encoder.tokenizers.values()))
                 encoder = next(iter(encoder.encoders.values()))
             elif hasattr(encoder, "shared"):
-                refuse_for_t5(reading)
+                refuse_reading(reading, "T5")
             if words is not None:
                 reading = reading.of_all(encoder, words, texts)
         return reading

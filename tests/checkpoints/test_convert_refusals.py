@@ -230,15 +230,3 @@ def test_configs_that_lie_or_ask_for_code(
 def test_a_unet_for_inpainting_is_no_plain_denoiser(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "inpainting", text_unet(in_channels=9, out_channels=4))
     assert "takes 9 channels and gives 4" in refused(hddm, source)
-
-
-def test_kolors_is_refused_and_its_guide_says_so(hddm: Command, tmp_path: Path) -> None:
-    network = text_unet(encoder_hid_dim_type="text_proj", encoder_hid_dim=12)
-    source = pipeline(tmp_path / "kolors", network)
-    edit_json(source / PIPELINE, _class_name="KolorsPipeline")
-    assert "encoder_hid_dim_type 'text_proj' of UNet2DConditionModel is not supported" in refused(
-        hddm, source
-    )
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "convert.md").read_text()
-    (row,) = [line for line in guide.splitlines() if line.startswith("|") and "Kolors" in line]
-    assert row.split("|")[2].strip() == "no"

@@ -115,7 +115,7 @@ def _check(kind: str, path: Path, base: Path, out: Path) -> None:
     assert (plain - expected).abs().max() > 0.01 * size
 
 
-def _ldm_name(network: UNet2DConditionModel) -> Callable[[str], str]:
+def ldm_name(network: UNet2DConditionModel) -> Callable[[str], str]:
     """Names of latent diffusion by those of diffusers, from diffusers' own conversion."""
     by_place = {tensor.data_ptr(): name for name, tensor in ldm_unet(network).items()}
     weights = network.state_dict()
@@ -163,7 +163,7 @@ def test_kohyas_file_is_what_diffusers_makes_of_it(
 ) -> None:
     network = NETWORKS[kind]()
     # kohya trains SDXL under the names of latent diffusion.
-    content = kohya(network, ranks=(3, 5), named=_ldm_name(network) if kind == "xl" else None)
+    content = kohya(network, ranks=(3, 5), named=ldm_name(network) if kind == "xl" else None)
     save_file(content, tmp_path / "lora.safetensors")
     _check(kind, tmp_path / "lora.safetensors", bases[kind], tmp_path / "out")
     assert record_of(tmp_path / "out")["adapter"]["rank"] == 5

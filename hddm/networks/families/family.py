@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from hddm import condition_names
 from hddm.condition_names import POOLED, TEXT
-from hddm.networks.encoders import T5
+from hddm.networks.encoders import CLIP, CLIP_PROJECTED, T5
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
 from hddm.utils.errors import HddmError, Unstated
@@ -104,6 +104,11 @@ class Prompts:
         """The conditions that prompts become."""
         return (TEXT, self.pooled)
 
+    @property
+    def is_of_clip(self) -> bool:
+        """True if all text encoders are CLIPs, which can read a long prompt in chunks."""
+        return all(kind in (CLIP, CLIP_PROJECTED) for kind in self.encoders)
+
     def length(self, kind: str) -> int | None:
         """Tokens that a text encoder of class ``kind`` reads; None for as many as its tokenizer says."""
         return self.t5_tokens if kind == T5 else None
@@ -121,8 +126,9 @@ class Prompts:
         """
         others = {f"prompt_{number + 1}": None for number in range(1, len(self.encoders))}
         own = dict[str, Any]()
-        if self.t5_tokens:
-            own["max_sequence_length"] = self.t5_tokens
+        longest = max(self.length(kind) or 0 for kind in self.encoders)
+        if longest:
+            own["max_sequence_length"] = longest
         if self.encodes_negatives:
             own["do_classifier_free_guidance"] = False
         tokens, *rest = pipe.encode_prompt(texts, **others, device=device, **own)
@@ -149,6 +155,8 @@ class Pipeline:
     """True if that T5 reads prompts as they are, and not in lower case without spaces around them."""
     seen_padding: int = 0
     """Tokens of padding after the text that the network's mask counts as text."""
+    has_single_file: bool = True
+    """False if no layout of single files holds its networks, though one is of the same class."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +282,12 @@ class Family:
             null_class=taken.null_class,
             num_patches=height * width // patch**2 if patch else None,
         )
+
+    def refuse(self, config: Config) -> None:
+        """Raise an `HddmError` for a config, as a file states it, that is of a network for another task.
+
+        It is asked before the class, which may not know what such a config says.
+        """
 
     def conditions(self, config: Config) -> Taken:
         """The conditions that the network takes; `HddmError` for an unsupported one."""

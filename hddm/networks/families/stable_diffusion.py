@@ -1,4 +1,4 @@
-"""Stable Diffusion 1, 2 and XL (arXiv:2112.10752, 2307.01952): UNet2DConditionModel."""
+"""Stable Diffusion 1, 2 and XL (arXiv:2112.10752, 2307.01952) and Kolors: UNet2DConditionModel."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from hddm import condition_names
 from hddm.condition_names import TEXT, TEXT_EMBEDS
 from hddm.networks.encoders import CLIP, CLIP_PROJECTED
 from hddm.networks.families.family import Config, Pipeline, Prompts, Taken, count
+from hddm.networks.families.kolors import KOLORS
 from hddm.networks.families.unet import Unet
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.sample_sizes import SampleSizes
@@ -23,10 +24,14 @@ _XL = Pipeline(
 )
 _SUPPORTED: Config = {
     "addition_embed_type": (None, "text_time"),
-    "encoder_hid_dim_type": (None,),
+    "encoder_hid_dim_type": (None, "text_proj"),
     "time_cond_proj_dim": (None,),
 }
 """Values of keys that name further conditions."""
+_BESIDE = {"encoder_hid_dim_type": ": it takes pictures beside its text (an IP-Adapter?)"}
+"""What other values of these keys mean."""
+_PROJECTED = "encoder_hid_dim"
+"""Key: the width of text that a network projects to that of its attention; without one it does not."""
 _VECTORS = "projection_class_embeddings_input_dim"
 """Key: the width of ``text_embeds`` and of the embedded ``time_ids`` together."""
 
@@ -37,17 +42,27 @@ class StableDiffusion(Unet):
     name = "UNet2DConditionModel"
     layout = "diffusers-unet2d-condition"
     blocks = ("BasicTransformerBlock",)
-    pipelines = (Pipeline("StableDiffusionPipeline", network="unet", has_text=True), _XL)
+    pipelines = (Pipeline("StableDiffusionPipeline", network="unet", has_text=True), _XL, KOLORS)
     text_key = "cross_attention_dim"
     nested = (TEXT_EMBEDS, "time_ids")
     settings = ("time_ids",)
     residuals = ("down_block_additional_residuals", "mid_block_additional_residual")
     keeps_empty_prompt = True
 
-    def conditions(self, config: Config) -> Taken:
+    def refuse(self, config: Config) -> None:
         for key, allowed in _SUPPORTED.items():
             if config.get(key) not in allowed:
-                raise HddmError(f"{key} {config[key]!r} of {self.name} is not supported")
+                why = _BESIDE.get(key, "")
+                raise HddmError(f"{key} {config[key]!r} of {self.name} is not supported{why}")
+        projected = count(config, _PROJECTED)
+        if (config.get("encoder_hid_dim_type") or projected is not None) and (projected or 0) < 1:
+            raise HddmError(
+                f"{_PROJECTED} is {projected}, and the text that {self.name} projects has a width of 1 or "
+                "more; set it in the config"
+            )
+
+    def conditions(self, config: Config) -> Taken:
+        self.refuse(config)
         labels = super().conditions(config)
         added = self.nested if config.get("addition_embed_type") else ()
         if added and _vector_width(config) < 1:
@@ -56,6 +71,10 @@ class StableDiffusion(Unet):
             )
         names = (TEXT, *labels.conditions, *added)
         return Taken(names, labels.num_classes)
+
+    def text_width(self, config: Config) -> int | None:
+        projected = count(config, _PROJECTED)
+        return super().text_width(config) if projected is None else projected
 
     def sizes(self, config: Config) -> SampleSizes:
         # Unlike that without text, it brings odd sides back on the way up.
@@ -87,8 +106,11 @@ class StableDiffusion(Unet):
     def pipeline(
         self, arguments: Config, text_encoder: TextEncoderRecord | None = None
     ) -> Pipeline:
-        is_xl = arguments.get("addition_embed_type") == "text_time"
-        return _XL if is_xl else self.pipelines[0]
+        if arguments.get("addition_embed_type") != "text_time":
+            return self.pipelines[0]
+        if text_encoder is not None and text_encoder.kind == _XL.name:
+            return _XL
+        return _XL if arguments.get(_PROJECTED) is None else KOLORS
 
 
 def _vector_width(config: Config) -> int:
