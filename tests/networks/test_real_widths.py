@@ -34,6 +34,8 @@ class Published:
     """Number and width of the tokens of a prompt, by their keyword."""
     empty: tuple[str, ...]
     more: Mapping[str, Any]
+    asked: Mapping[str, Any]
+    """Arguments of a call beside texts, size and steps."""
     options: tuple[str, ...] = ()
 
 
@@ -57,6 +59,7 @@ CHROMA = Published(
     texts={"prompt_embeds": (40, 4096)},
     empty=("text_encoder", "tokenizer"),
     more={},
+    asked={},
     options=("--sample-size", "32"),
 )
 HUNYUAN = Published(
@@ -95,6 +98,8 @@ HUNYUAN = Published(
         "feature_extractor",
     ),
     more={"requires_safety_checker": False},
+    # It would make pictures of 1024 pixels otherwise.
+    asked={"use_resolution_binning": False},
 )
 PUBLISHED = {"ChromaTransformer2DModel": CHROMA, "HunyuanDiT2DModel": HUNYUAN}
 
@@ -158,6 +163,7 @@ def test_blocks_of_full_width_are_converted_in_little_memory_and_make_the_pipeli
     def latents() -> Tensor:
         made: Tensor = pipe(
             **_texts(name),
+            **PUBLISHED[name].asked,
             height=256,
             width=256,
             num_inference_steps=2,
