@@ -16,6 +16,10 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -82,7 +86,7 @@ def texts_in(root: Path) -> dict[str, Path]:
     return {name: root / name for name in ("text_encoder", "tokenizer")}
 
 
-def _scatter(model: CLIPTextModel | T5EncoderModel | BertModel | ChatGLMModel) -> None:
+def _scatter(model: PreTrainedModel) -> None:
     model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -168,11 +172,79 @@ def write_chatglm(root: Path, width: int = 16, seed: int = 0) -> ChatGLMModel:
     return model
 
 
+TURNS = """{%- if tools %}
+    {{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set seen = namespace(turns=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set text = message.content %}
+    {%- else %}
+        {%- set text = message.content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {%- set seen.turns = loop.index %}
+    {{- '<|im_start|>' + message.role + '\\n' + text + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+"""A chat template that writes a prompt as that of Qwen3 does, with tools and thinking as there."""
+
+
+def write_qwen3(root: Path, width: int = 16, seed: int = 0) -> Qwen3Model:
+    """Write ``root/text_encoder``, whose model is returned, and ``root/tokenizer``, as Z-Image has them.
+
+    The text encoder is stored with what makes words of its states, and the vocabulary without tokenizer.json.
+    """
+    letters, marks = _letters(), ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    merges = ["c a", "ca t", "d o", "do g"]
+    words = letters + [pair.replace(" ", "") for pair in merges]
+    folder = root / "tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(merges) + "\n")
+    added = {}
+    for number, mark in enumerate(marks):
+        flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+        added[str(len(words) + number)] = {"content": mark, "special": True, **flags}
+    stated = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "additional_special_tokens": list(marks[1:]),
+        "bos_token": None,
+        "chat_template": TURNS,
+        "eos_token": marks[2],
+        "errors": "replace",
+        "model_max_length": 131072,
+        "pad_token": marks[0],
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    config = Qwen3Config(vocab_size=len(words) + 3, rope_parameters=rope, **sizes, **heads)
+    model = Qwen3ForCausalLM(config)
+    _scatter(model)
+    model.save_pretrained(root / "text_encoder")
+    return model.model
+
+
+def _letters() -> list[str]:
+    """The printable stand-in of each byte, as byte-level vocabularies have had it since GPT-2."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+
+
 def write_tokenizer(folder: Path, tokens: int = 77, **config: Any) -> int:
     """Write a byte-level vocabulary, with the four files of Stable Diffusion's; its size is returned."""
-    # The printable stand-in of each byte, as byte-level vocabularies have had it since GPT-2.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    letters = _letters()
     merges = ["c a", "ca t</w>", "d o", "do g</w>"]
     words = (
         letters

@@ -3,7 +3,7 @@
     NAME                    the network alone, as its authors publish it
     model.diffusion_model.  before the network's names, in whole files and in those of ComfyUI
     first_stage_model.      the VAE, under the names of latent diffusion; in ComfyUI's files also vae.
-    text_encoders.          text encoders, which are left out: T5's vocabulary is in no file
+    text_encoders.          text encoders, which are left out: their vocabulary is in no file
 
 Names and layers are those of the family, which LoRA files of other tools use too. The class of diffusers is
 the only network here; that the names lead to what diffusers' own function makes of them is tested.
@@ -147,7 +147,7 @@ def _left_out(texts: Mapping[str, Tensor], layout: FileLayout) -> UnreadTextEnco
     """What is recorded of the text encoders in a file; None without any."""
     if not texts:
         return None
-    reason = f"in a single file of {layout.name}, which holds no vocabulary of T5"
+    reason = f"in a single file of {layout.name}, which holds no vocabulary"
     return UnreadTextEncoder(kind=_encoders(texts), reason=reason)
 
 
@@ -169,7 +169,7 @@ def _table(
     lost = [name for name in network if name not in seen]
     if lost:
         raise HddmError(f"{origin}: has no name for {', '.join(shown(lost))} of the {family.name}")
-    return KeyTable(pairs)
+    return KeyTable(pairs, dict.fromkeys(family.unread, "not read by the network"))
 
 
 def _pair(

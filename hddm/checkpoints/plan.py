@@ -28,6 +28,7 @@ from hddm.experts.components import adding_command
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.components import MODEL_INDEX
+from hddm.networks.families import Family
 from hddm.networks.families.dit import IMAGENET_LICENCE
 from hddm.networks.families.expert import EXPERT
 from hddm.networks.families.family import Interface
@@ -326,13 +327,13 @@ def _short(origin: str) -> str:
     )
 
 
-def _missing(record: ExpertRecord) -> list[str]:
+def _missing(record: ExpertRecord, family: Family) -> list[str]:
     """Kinds of components that an expert wants, and which its source does not hold."""
     missing = []
     if record.space == "latents" and record.latent_space is None:
         missing.append("vae")
     if record.takes_text and record.text_encoder is None:
-        missing += text_parts(record.conditions)
+        missing += text_parts(family, record.conditions)
     return missing
 
 
@@ -376,7 +377,7 @@ def summary_lines(plan: ConversionPlan, out: Path) -> list[str]:
         )
     elif record.takes_text:
         lines.append(f"text encoder: not recorded, since {source.text.missing}")
-    missing = _missing(record)
+    missing = _missing(record, source.family)
     if missing:
         adding = adding_command(out, missing, is_expert=True, trusts=True)
         lines.append(f"missing for pictures: {in_words(missing)}; all at once: {adding}")

@@ -144,7 +144,7 @@ RELIABILITY = "reliability"
 MOMENTS_EVIDENCE = 10.0
 """Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
-_TEXT_FILES = (".json", ".txt", ".md")
+_TEXT_FILES = (".json", ".jinja", ".txt", ".md")
 _VOCABULARIES = frozenset(itertools.chain.from_iterable(TOKENIZERS.values()))
 
 

@@ -80,17 +80,28 @@ class TextEncoderClass:
     """Tensors of its files that are left out."""
     divided: tuple[str, str] | None = None
     """Keys of its config of which the second divides the first."""
+    prefix: str = ""
+    """What names of tensors may begin with, in files of a larger model around it."""
+    around: tuple[str, ...] = ()
+    """Classes of such models, which a config or an index may name in its place."""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of its config that change what it computes, with the only values that are read."""
+    is_rotary: bool = False
+    """True if its places are plain rotary embeddings, whose base its config holds."""
+    reads_chats: bool = False
+    """True if its tokenizer writes a prompt as a turn of a chat (`hddm.networks.chat_template`)."""
 
 
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
-BERT, CHATGLM = "BertModel", "ChatGLMModel"
+BERT, CHATGLM, QWEN3 = "BertModel", "ChatGLMModel", "Qwen3Model"
 CLIP_TOKENIZER, T5_TOKENIZER, BERT_TOKENIZER = "CLIPTokenizer", "T5Tokenizer", "BertTokenizer"
-CHATGLM_TOKENIZER = "ChatGLMTokenizer"
+CHATGLM_TOKENIZER, QWEN_TOKENIZER = "ChatGLMTokenizer", "Qwen2Tokenizer"
 TOKENIZERS: Mapping[str, tuple[str, ...]] = {
     CLIP_TOKENIZER: ("vocab.json", "merges.txt"),
     T5_TOKENIZER: ("spiece.model",),
     BERT_TOKENIZER: ("vocab.txt",),
     CHATGLM_TOKENIZER: ("tokenizer.model",),
+    QWEN_TOKENIZER: ("vocab.json", "merges.txt"),
 }
 """Files of the classes that read a tokenizer, which tokenizer.json may replace.
 
@@ -165,7 +176,21 @@ _CHATGLM_SIZES = (
     "fp32_residual_connection",
     "original_rope",
 )
-_CLIP_CLASS = TextEncoderClass(CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES, "CLIP")
+_QWEN3_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "hidden_act",
+    "rms_norm_eps",
+)
+_CLIP_CLASS = TextEncoderClass(
+    CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES, "CLIP", prefix="text_model."
+)
 _T5_CLASS = TextEncoderClass(T5, T5_TOKENIZER, "num_layers", _T5_SIZES, "T5", is_masked=True)
 _BERT_CLASS = TextEncoderClass(
     BERT,
@@ -189,6 +214,21 @@ _CHATGLM_CLASS = TextEncoderClass(
     options={"empty_init": False},
     divided=("num_attention_heads", "multi_query_group_num"),
 )
+_QWEN3_CLASS = TextEncoderClass(
+    QWEN3,
+    QWEN_TOKENIZER,
+    "num_hidden_layers",
+    _QWEN3_SIZES,
+    "Qwen3",
+    is_masked=True,
+    # What makes words of its states.
+    unused=("lm_head.weight",),
+    prefix="model.",
+    around=("Qwen3ForCausalLM",),
+    assumed={"attention_bias": False, "use_sliding_window": False, "rope_scaling": None},
+    is_rotary=True,
+    reads_chats=True,
+)
 TEXT_ENCODERS: Mapping[str, TextEncoderClass] = {
     CLIP: _CLIP_CLASS,
     # Read without its projection, unless a pipeline needs it.
@@ -196,6 +236,7 @@ TEXT_ENCODERS: Mapping[str, TextEncoderClass] = {
     T5: _T5_CLASS,
     BERT: _BERT_CLASS,
     CHATGLM: _CHATGLM_CLASS,
+    **dict.fromkeys((QWEN3, *_QWEN3_CLASS.around), _QWEN3_CLASS),
 }
 """The class that reads a text encoder, by the class that its config names."""
 READ_TEXT_ENCODERS = (CLIP, T5)

@@ -1,4 +1,4 @@
-"""Text encoders that make the conditions of a prompt together, by diffusers' own ``encode_prompt``.
+"""Text encoders that make the conditions of a prompt by diffusers' own ``encode_prompt``, mostly several.
 
 A folder of them is a pipeline's without network, VAE and scheduler:
 
@@ -7,7 +7,7 @@ A folder of them is a pipeline's without network, VAE and scheduler:
 
 All classes are of fixed lists, so nothing in a folder decides which code runs.
 
-`PipelineText` also knows pipelines of one text encoder. An expert stores the tokens that it makes of the
+`PipelineText` also knows pipelines of one CLIP or T5. An expert stores the tokens that it makes of the
 empty prompt as the null value of ``encoder_hidden_states``, so that guidance and native samples need no text
 encoder.
 """
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from hddm.condition_names import TEXT, TEXT_MASK
+from hddm.networks.chat_template import has_template
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.networks.encoders import CLIP, READ_TEXT_ENCODERS, T5, TEXT_ENCODERS, library_of
-from hddm.networks.families import pipelines
+from hddm.networks.families import Family, pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.text_encoder import (
@@ -40,15 +41,14 @@ from hddm.networks.text_encoder import (
     class_stated,
     cuts,
     embed,
-    labels_beside_clip,
     mean_of_text,
     padding_of,
     quiet,
     read_text_encoder,
     read_tokenizer,
+    refuse_for_others,
     refuse_half_characters,
     refuse_other_words,
-    refuse_reading,
     text_encoder_class,
     text_encoder_record_of,
     unread_text_encoder,
@@ -79,17 +79,17 @@ def encoder_classes(pipeline: str) -> dict[str, str]:
 
 
 def several_in(folder: Path) -> str | None:
-    """The `class_in` a folder if that is a pipeline with several text encoders, else None."""
+    """The `class_in` a folder if that is a pipeline with `Prompts`, mostly several encoders, else None."""
     known = pipelines().get(class_in(folder) or "")
     return None if known is None or known.prompts is None else known.name
 
 
-def text_parts(conditions: Collection[str]) -> tuple[str, ...]:
-    """The components that read prompts for a network with these conditions.
+def text_parts(family: Family | None, conditions: Collection[str]) -> tuple[str, ...]:
+    """The components that read prompts for a network of a ``family`` with these conditions.
 
     Where several text encoders make them, that is one folder of prompts, with tokenizers inside.
     """
-    for one in pipelines().values():
+    for one in () if family is None else family.pipelines:
         if one.prompts is not None and set(one.prompts.conditions) <= set(conditions):
             return ("text_encoder",)
     return ("text_encoder", "tokenizer")
@@ -104,24 +104,36 @@ def refuse_without_tokenizer(text_encoder: Path | None, tokenizer: Path | None) 
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
     """Raise an `HddmError` that names a text encoder or tokenizer which is missing or of another class."""
-    for name, kind in encoder_classes(pipeline).items():
+    parts = encoder_classes(pipeline)
+    for name, kind in parts.items():
         stated = read_config(folder, MODEL_INDEX).get(name)
         if (
             not isinstance(stated, list)
             or len(stated) != 2
-            or str(stated[1]).removesuffix("Fast") != kind
+            or str(stated[1]).removesuffix("Fast") not in (kind, *_around(kind))
         ):
             found = "missing" if stated is None else one_line(stated, 60)
             raise HddmError(f"{folder / MODEL_INDEX}: {name} is {found}, and must be {an(kind)}")
         place = inside(folder, name)
         if name.startswith("tokenizer"):
-            read_config(place, "tokenizer_config.json")
+            words = read_config(place, "tokenizer_config.json")
+            encoder = parts[name.replace("tokenizer", "text_encoder")]
+            if not has_template(place, words) and TEXT_ENCODERS[encoder].reads_chats:
+                raise HddmError(
+                    f"{place}: has no chat template, which says how prompts are written; fetch "
+                    "tokenizer_config.json anew"
+                )
         elif text_encoder_class(read_config(place)) != TEXT_ENCODERS[kind].name:
             raise HddmError(f"{place}/config.json: is of no {kind}")
 
 
+def _around(kind: str) -> tuple[str, ...]:
+    """Classes of larger models around a text encoder of class ``kind``; none for a tokenizer."""
+    return TEXT_ENCODERS[kind].around if kind in TEXT_ENCODERS else ()
+
+
 class PromptEncoders(nn.Module):
-    """The text encoders and tokenizers of a ``pipeline`` with several.
+    """The text encoders and tokenizers of a ``pipeline`` whose family has `Prompts`.
 
     ``parts`` are named as in `encoder_classes`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
     """
@@ -164,8 +176,8 @@ class PromptEncoders(nn.Module):
         family, texts = self.prompts, list(prompts)
         for text in texts:
             refuse_half_characters(text, one_line(repr(text), 60))
-        if not reading.is_plain and not family.is_of_clip:
-            refuse_reading(reading, labels_beside_clip(family.encoders))
+        if not reading.is_plain and family.other_readers:
+            refuse_for_others(reading, family.other_readers)
         if not reading.is_plain:
             return self._embed_by(reading, texts, is_negative)
         # Several CLIPs cut alike.
@@ -173,11 +185,12 @@ class PromptEncoders(nn.Module):
         by_label = {TEXT_ENCODERS[kind].label: kind for kind in readers}
         for label, kind in by_label.items() if warns else ():
             words, limit = readers[kind], family.length(kind)
-            for _, cut in cuts(words, texts, words.model_max_length if limit is None else limit):
-                text = cut + READS_ALL if family.is_of_clip else f"{label}: {cut}"
+            written = family.written(words, texts)
+            for _, cut in cuts(words, written, words.model_max_length if limit is None else limit):
+                text = f"{label}: {cut}" if family.other_readers else cut + READS_ALL
                 warnings.warn(text, UserWarning, stacklevel=2)
         for encoder, words in zip(self.encoders.values(), self.tokenizers.values(), strict=True):
-            tokens = words(texts, verbose=False).input_ids
+            tokens = words(family.written(words, texts), verbose=False).input_ids
             refuse_other_words(max(max(ids, default=0) for ids in tokens), encoder)
         with quiet():
             conditions = family.encode(self._pipe, texts, self.device)

@@ -17,6 +17,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
 from hddm.condition_names import TEXT, TEXT_MASK
+from hddm.networks.chat_template import TEMPLATE, has_template
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import Held, class_in, read_config, read_weights
 from hddm.networks.encoders import (
@@ -27,6 +28,7 @@ from hddm.networks.encoders import (
     NEEDED_PACKAGES,
     PIPELINE,
     READ_TEXT_ENCODERS,
+    T5,
     TEXT_ENCODERS,
     TOKENIZERS,
     TRANSFORMERS,
@@ -61,6 +63,7 @@ _KEYS = {
     *("extra_ids", "legacy", "sp_model_kwargs"),
     *("cls_token", "do_basic_tokenize", "mask_token", "never_split", "sep_token", "strip_accents"),
     *("tokenize_chinese_chars", "encode_special_tokens", "remove_space"),
+    *("add_bos_token", "chat_template"),
 }
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_KEYS = {
@@ -71,7 +74,6 @@ MOST_ADDED = 1000
 """Tokens that a tokenizer adds to its vocabulary at most; T5 adds 100."""
 _INPUTS = ("input_ids", "attention_mask")
 _VOCABULARY = 49408
-_PREFIX = "text_model."
 ZERO_WORD = "!"
 """The word 0 of CLIP's vocabulary, with which open_clip pads."""
 END_OF_TEXT = "<|endoftext|>"
@@ -83,7 +85,8 @@ def read_tokenizer(folder: Path) -> Any:
     """Read the tokenizer in ``folder`` from ``tokenizer.json``, or the files of its class (`TOKENIZERS`).
 
     Raises `HddmError` for missing files, entries that leave the folder, another class, a key of the config or
-    the special tokens that is not known to be harmless, and files that make no tokenizer.
+    the special tokens that is not known to be harmless, a chat template that is not known, and files that
+    make no tokenizer.
     """
     settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     if not settings.exists() and (folder / "tokenizer" / settings.name).exists():
@@ -104,6 +107,7 @@ def read_tokenizer(folder: Path) -> Any:
             if key not in allowed:
                 hint = did_you_mean(key, allowed)
                 raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
+    is_chat = has_template(folder, config)
     missing = [name for name in TOKENIZERS[kind] if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
     if missing and not (folder / "tokenizer.json").is_file():
@@ -114,6 +118,8 @@ def read_tokenizer(folder: Path) -> Any:
         optional(package, f"{folder}: {an(kind)}", extra)
     try:
         tokenizer = _class_called(kind).from_pretrained(str(folder), local_files_only=True)
+        if is_chat:
+            tokenizer.chat_template = TEMPLATE
         # It keeps settings of any kind, and fails on them at the first prompt.
         cuts(tokenizer, ["a"], length=2)
         found = _tokenized(tokenizer, ["a"], 2)
@@ -254,7 +260,8 @@ def unread_text_encoder(folder: Path, reason: str, variant: str | None = None) -
         named = read_config(folder).get("architectures")
     with contextlib.suppress(HddmError):
         _, stored = read_weights(folder, STEM, variant)
-        found = fingerprint({key.removeprefix(_PREFIX): one for key, one in stored.items()})
+        prefix = TEXT_ENCODERS[CLIP].prefix
+        found = fingerprint({key.removeprefix(prefix): one for key, one in stored.items()})
     kind = named[0] if isinstance(named, list) and len(named) == 1 else named
     return UnreadTextEncoder(
         kind=one_line(kind, 60), reason=one_line(reason, 300), fingerprint=found
@@ -329,26 +336,23 @@ def _embed_by(
 ) -> Embedded:
     """As `embed`, of one CLIP, whose last norm follows the layer that is read."""
     if hasattr(text_encoder, "shared"):
-        refuse_reading(reading, "T5")
+        refuse_for_others(reading, (T5,))
     states = read_states(text_encoder, tokenizer, prompts, reading, layer=0, norm=True)
     ends = end_of_text(states.ids, tokenizer).to(states.hidden.device)
     pooled = states.hidden[torch.arange(len(prompts)), ends]
     return checked_embedding(Embedded({TEXT: states.hidden}, pooled))
 
 
-def refuse_reading(reading: PromptReading, label: str) -> None:
-    """Raise an `HddmError` for a ``reading`` that only CLIP has, of encoders with another ``label``."""
+def refuse_for_others(reading: PromptReading, kinds: Sequence[str]) -> None:
+    """Raise an `HddmError` for a ``reading`` other than the plain one, which only CLIP has.
+
+    ``kinds`` are the classes of the other text encoders.
+    """
     name = "clip_skip" if reading.clip_skip else "long_prompt"
+    readers = in_words([TEXT_ENCODERS[kind].label for kind in kinds])
     raise HddmError(
-        f"`{name}`: is for networks of CLIP alone, and this one reads prompts by {label}; drop it"
+        f"`{name}`: is for networks of CLIP alone, and this one reads prompts by {readers}; drop it"
     )
-
-
-def labels_beside_clip(kinds: Sequence[str]) -> str:
-    """What messages call those of these classes of text encoders that are no CLIP."""
-    labels = dict.fromkeys(TEXT_ENCODERS[kind].label for kind in kinds)
-    labels.pop(TEXT_ENCODERS[CLIP].label, None)
-    return in_words(list(labels))
 
 
 def refuse_other_words(largest: int, text_encoder: Any) -> None:
@@ -477,16 +481,17 @@ def _open(
     else:
         path, stored = read_weights(place, STEM, variant)
     constant = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
-    unused = (*constant, *TEXT_ENCODERS[kind].unused)
-    weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
-    weights = {key: value for key, value in weights.items() if key not in unused}
     known, layers = TEXT_ENCODERS[kind], config.get(TEXT_ENCODERS[kind].layers)
+    unused = (*constant, *known.unused)
+    weights = {key.removeprefix(known.prefix): value for key, value in stored.items()}
+    weights = {key: value for key, value in weights.items() if key not in unused}
     # Modules cost time and memory even on the meta device.
     if not isinstance(layers, int) or layers > len(weights):
         raise HddmError(
             f"{origin}: {known.layers} is {str(layers)[:40]} for {len(weights)} tensors"
         )
     sizes = {key: config[key] for key in known.sizes if key in config}
+    others = _assumed(known, config, origin)
     owner = _class_called(CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
     try:
         for key, one in sizes.items():
@@ -502,15 +507,41 @@ def _open(
             end = end if type(end) is int and 0 <= end < words else words - 1
             sizes |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end}
         with torch.device("meta"):
-            model: Any = owner(owner.config_class(**sizes), **known.options)
+            model: Any = owner(owner.config_class(**sizes, **others), **known.options)
     except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
-    expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
+    expected = {key.removeprefix(known.prefix): value for key, value in model.state_dict().items()}
     refuse_other_tensors(
         {key: one for key, one in expected.items() if key not in unused}, weights, path
     )
     return model, weights, path
+
+
+def _assumed(known: TextEncoderClass, config: Mapping[str, Any], origin: Path) -> dict[str, object]:
+    """Arguments of a class beside its sizes; `HddmError` for values that hddm does not read."""
+    for key, value in known.assumed.items():
+        if config.get(key, value) != value:
+            raise HddmError(
+                f"{origin}: {key} is {one_line(config[key], 60)}, and hddm reads {known.label} with {value} "
+                "alone; use another version of it"
+            )
+    if not known.is_rotary:
+        return {}
+    stated = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta")}
+    theta = stated.get("rope_theta") if isinstance(stated, Mapping) else None
+    others = {**stated, "rope_theta": theta, "rope_type": None} if theta else {}
+    is_plain = others.keys() == {"rope_theta", "rope_type"} and stated.get("rope_type") in _PLAIN
+    if not is_plain or not isinstance(theta, int | float) or not 1 <= theta <= 1e12:
+        raise HddmError(
+            f"{origin}: its rotary embeddings are {one_line(stated, 100)}, and hddm reads plain ones with a "
+            "rope_theta of 1 or more; use another version of it"
+        )
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}
+
+
+_PLAIN = (None, "default")
+"""Types of rotary embeddings without scales."""
 
 
 @contextmanager

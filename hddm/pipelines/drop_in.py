@@ -339,14 +339,14 @@ class DropIn(nn.Module):
         )
         if not is_drawn:
             shares = None if prior is None else run.of_branches(prior, len(x))
-            own = _of_images(conditions, run.images)
+            own = self._of_images(conditions, run.images)
             if model.is_seen(own, prior) is not None:
                 # Guidance moves away from the other branch; the image's own says whose it is.
                 conditions = {name: run.of_branches(one, len(x)) for name, one in own.items()}
             return model.weights(x, times, conditions=conditions, prior=shares)
         if run.expert is None:
             time = 1.0 if commits is None else float(times[0])
-            asked = Conditions(_of_images(conditions, run.images), prior=prior)
+            asked = Conditions(self._of_images(conditions, run.images), prior=prior)
             posterior = posterior_of(model, x[: run.images], time, asked)
             run.expert = pick_experts(posterior, run.places)
         return model.weights(x, times, run.of_branches(run.expert, len(x)))
@@ -382,19 +382,31 @@ class DropIn(nn.Module):
     def _begin(self, run: Generation, conditions: Mapping[str, Tensor]) -> Generation:
         """Begin a generation: what its prompts say of the experts is asked once."""
         model = self.model
-        is_seen = model.is_seen(_of_images(conditions, run.images)) is not None
+        own = self._of_images(conditions, run.images)
+        is_seen = model.is_seen(own) is not None
         router = model.prompt_router if TEXT in conditions and not is_seen else None
         if self._prompts is not None and router is not None:
-            pooled = self._prompts.pooled(conditions, run.images)
+            pooled = self._prompts.pooled(own)
             width = next(one.topic.means.shape[1] for one in model.parts if one.topic is not None)
             run.prior = None if pooled is None or pooled.shape[1] != width else router(pooled)
-        own = Conditions(_of_images(conditions, run.images), prior=run.prior)
-        shares = model.prior_of(run.images, own.given, own.prior)
-        blind = blind_draw(model, own, shares)
+        asked = Conditions(own, prior=run.prior)
+        shares = model.prior_of(run.images, asked.given, asked.prior)
+        blind = blind_draw(model, asked, shares)
         if blind is not None and model.strategy == "draw":
             warnings.warn(blind, stacklevel=2)
         self._generation = run
         return run
+
+    def _of_images(self, conditions: Mapping[str, Tensor], images: int) -> dict[str, Tensor]:
+        """Conditions of the images, without those of the branch that guidance moves away from.
+
+        Pipelines put the branch without a class last, and most of them that of the negative prompts first.
+        """
+        found = {}
+        for name, one in conditions.items():
+            is_first = name == LABELS or self._family.prompts_first
+            found[name] = one[:images] if is_first else one[-images:]
+        return found
 
 
 def _is_described(ensemble: Ensemble) -> bool:
@@ -406,14 +418,6 @@ def _is_described(ensemble: Ensemble) -> bool:
         if TEXT in (part.field.conditions or ()):
             readers.add(getattr(part.text_encoder, "fingerprint", None))
     return bool(topics) and topics == readers
-
-
-def _of_images(conditions: Mapping[str, Tensor], images: int) -> dict[str, Tensor]:
-    """Conditions of the images: pipelines put the branch without a class last, and without a prompt first."""
-    found = {}
-    for name, one in conditions.items():
-        found[name] = one[:images] if name == LABELS else one[-images:]
-    return found
 
 
 def _rows(

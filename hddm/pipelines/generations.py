@@ -103,14 +103,12 @@ class EncodedPrompts:
         if isinstance(ids, Tensor) and isinstance(output[0], Tensor):
             self._encoded.append((ids.cpu(), output[0].detach()))
 
-    def pooled(self, conditions: Mapping[str, Tensor], images: int) -> Tensor | None:
-        """Embeddings (images, width) of the prompts, as `hddm.networks.text_encoder.embed` pools them.
+    def pooled(self, conditions: Mapping[str, Tensor]) -> Tensor | None:
+        """Embeddings (N, width) of these prompts, as `hddm.networks.text_encoder.embed` pools them.
 
         None for tokens that the pipeline's text encoder did not make.
         """
-        # Pipelines put the branch without the prompt first.
-        names = [name for name in text_conditions() if name in conditions]
-        own = {name: conditions[name][-images:] for name in names}
+        own = {name: conditions[name] for name in text_conditions() if name in conditions}
         tokens = own[TEXT]
         for name in (POOLED, TEXT_EMBEDS):
             if name in own:

@@ -26,15 +26,13 @@ from hddm.ensemble import Ensemble
 from hddm.experts.components import how_to_add
 from hddm.experts.ensemble_folders import numbered
 from hddm.networks.clip_reading import PromptReading
+from hddm.networks.encoders import T5
+from hddm.networks.families import Family
 from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders, text_parts
-from hddm.networks.text_encoder import (
-    embed,
-    labels_beside_clip,
-    refuse_half_characters,
-    refuse_reading,
-)
+from hddm.networks.text_encoder import embed, refuse_for_others, refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
+from hddm.networks.wrappers import family_behind
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan
 from hddm.utils.errors import HddmError, in_words, one_line
@@ -52,6 +50,10 @@ class Encoding(Offloading):
         number = self.ensemble.vaes[expert]
         return None if number < 0 else getattr(self, numbered("vae", number))
 
+    def _family_of(self, expert: int) -> Family | None:
+        """The family of an expert's network; None for a network of none."""
+        return family_behind(self.ensemble.experts[expert].network)
+
     @property
     def _adding(self) -> str:
         """Words on how to add all that is missing for prompts and pictures."""
@@ -62,7 +64,7 @@ class Encoding(Offloading):
                 # Where no record says which one it was, the caller does.
                 trusts |= record.latent_space is None
             if record.takes_text and self._reader(self.ensemble.texts[k]) is None:
-                missing += text_parts(record.conditions)
+                missing += text_parts(self._family_of(k), record.conditions)
                 trusts |= record.text_encoder is None
         if self._topics is not None and self._reader(self._topics) is None:
             missing += ["text_encoder", "tokenizer"]
@@ -225,12 +227,12 @@ class Encoding(Offloading):
         for number in self.readers if long_prompt else ():
             encoder, words = self._reader(number) or (None, None)
             if isinstance(encoder, PromptEncoders):
-                if not encoder.prompts.is_of_clip:
-                    refuse_reading(reading, labels_beside_clip(encoder.prompts.encoders))
+                if encoder.prompts.other_readers:
+                    refuse_for_others(reading, encoder.prompts.other_readers)
                 words = next(iter(encoder.tokenizers.values()))
                 encoder = next(iter(encoder.encoders.values()))
             elif hasattr(encoder, "shared"):
-                refuse_reading(reading, "T5")
+                refuse_for_others(reading, (T5,))
             if words is not None:
                 reading = reading.of_all(encoder, words, texts)
         return reading

@@ -19,6 +19,7 @@ from hddm.experts.components import how_to_add
 from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
+from hddm.networks.families import family_of
 from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.prompts import several_in, text_parts
 from hddm.serving.placement import FRONT, GPUS, Placement, refuse_lack, settings_for
@@ -175,7 +176,9 @@ def names_of(folder: Path) -> list[str]:
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if one.record.takes_text and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
-            kinds = ("text_encoder",) if several_in(place) else text_parts(one.record.conditions)
+            kinds = text_parts(family_of(one.network), one.record.conditions)
+            if several_in(place):
+                kinds = ("text_encoder",)
             needed |= dict.fromkeys(kinds, text)
         known = {"vae": one.record.latent_space, "text_encoder": one.record.text_encoder}
         for part, number in needed.items():

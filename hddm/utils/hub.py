@@ -25,7 +25,7 @@ _IN_NO_NAME = re.compile(r"--|\.\.|\.git$")
 _LONGEST_NAME = 96
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 _WEIGHTS = ".safetensors"
-_PAPERS = (".json", ".txt", ".model")
+_PAPERS = (".json", ".jinja", ".txt", ".model")
 """Endings of configs, vocabularies and merges."""
 _PROGRAM = "program.pt2"
 """The network of an expert that is a program: data, which `hddm.load` opens with permission alone."""

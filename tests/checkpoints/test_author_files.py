@@ -1,4 +1,4 @@
-"""Single files of Flux, Chroma and Stable Diffusion 3, under the names of their authors' code."""
+"""Single files of Flux, Chroma, Stable Diffusion 3 and Z-Image, under the names of their authors' code."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from diffusers import (
     FluxTransformer2DModel,
     ModelMixin,
     SD3Transformer2DModel,
+    ZImageTransformer2DModel,
 )
 from diffusers.loaders.single_file_utils import (
     convert_chroma_transformer_checkpoint_to_diffusers,
     convert_flux_transformer_checkpoint_to_diffusers,
     convert_sd3_transformer_checkpoint_to_diffusers,
+    convert_z_image_transformer_checkpoint_to_diffusers,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -59,28 +61,40 @@ SD3: dict[str, Any] = {
     "pos_embed_max_size": 6,
 }
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
+Z_IMAGE: dict[str, Any] = {
+    "dim": 128,
+    "n_layers": 3,
+    "n_refiner_layers": 2,
+    "n_heads": 1,
+    "n_kv_heads": 1,
+    "cap_feat_dim": 24,
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1536, 512, 512],
+}
 KINDS: dict[str, tuple[type[ModelMixin], dict[str, Any]]] = {
     "flux-dev": (FluxTransformer2DModel, FLUX | {"guidance_embeds": True}),
     "flux-schnell": (FluxTransformer2DModel, FLUX),
     "chroma": (ChromaTransformer2DModel, CHROMA),
     "sd3": (SD3Transformer2DModel, SD3),
     "sd3.5": (SD3Transformer2DModel, SD3 | SD35),
+    "z_image": (ZImageTransformer2DModel, Z_IMAGE),
 }
 # Diffusers' functions take Flux's published width for granted.
-PUBLISHED = {"flux": {"num_attention_heads": 24}, "chroma": {"num_attention_heads": 24}, "sd3": {}}
+PUBLISHED = {
+    "flux": {"num_attention_heads": 24},
+    "chroma": {"num_attention_heads": 24},
+    "sd3": {},
+    "z-image": {},
+}
 
 
 def _layout(kind: str) -> str:
-    return kind.partition("-")[0].partition(".")[0]
+    return kind.partition("-")[0].partition(".")[0].replace("_", "-")
 
 
 def _table(network: ModelMixin) -> KeyTable:
-    layout = author_layouts()[_layout(_kind_of(network))]
+    (layout,) = [one for one in author_layouts().values() if one.family is known_family(network)]
     return layout.table(network.state_dict(), network.config, "test")
-
-
-def _kind_of(network: ModelMixin) -> str:
-    return type(network).__name__.removesuffix("Transformer2DModel").lower()
 
 
 def _vae() -> AutoencoderKL:
@@ -124,8 +138,11 @@ def test_names_lead_to_what_diffusers_own_function_makes_of_them(kind: str) -> N
         "flux": convert_flux_transformer_checkpoint_to_diffusers,
         "chroma": convert_chroma_transformer_checkpoint_to_diffusers,
         "sd3": convert_sd3_transformer_checkpoint_to_diffusers,
+        "z-image": convert_z_image_transformer_checkpoint_to_diffusers,
     }[layout]
     left = {f"model.diffusion_model.{name}": one for name, one in probes.items()}
+    for name in table.benign:
+        left[name] = torch.zeros(1)
     expected = convert(left)
     assert not left
     found = table.renamed(probes, "test")
@@ -143,6 +160,8 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     network_class, sizes = KINDS[kind]
     network = randomised(network_class(**sizes)).eval()
     content, vae = _file(network, root), {}
+    for name in known_family(network).unread:
+        content[f"{root}{name}"] = torch.randn(4, generator=torch.Generator().manual_seed(1))
     if root:
         vae = {
             name.replace("first_stage_model.", "vae."): one for name, one in ldm_vae(_vae()).items()
@@ -160,7 +179,7 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     else:
         assert record["vae"] is None
     # Flux by the number of its patches, here less than any published one.
-    shift = {"sd3": 3.0, "sd3.5": 3.0, "flux-schnell": 1.0, "chroma": 1.0}.get(kind)
+    shift = {"sd3": 3.0, "sd3.5": 3.0, "flux-schnell": 1.0, "chroma": 1.0, "z_image": 3.0}.get(kind)
     if shift is not None:
         assert record["shift"] == shift
     else:
@@ -173,7 +192,7 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     family = known_family(network)
     noise = torch.Generator().manual_seed(0)
     given = {"encoder_hidden_states": torch.randn(2, 5, 24, generator=noise)}
-    if layout == "chroma":
+    if layout in ("chroma", "z-image"):
         given["encoder_attention_mask"] = (torch.arange(5) < 3).float().expand(2, 5)
     else:
         given["pooled_projections"] = torch.randn(2, 40, generator=noise)

@@ -23,9 +23,10 @@ from hddm.networks.families.program import PROGRAMS
 from hddm.networks.families.sd3 import SD3
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.families.unet import UNET
+from hddm.networks.families.z_image import Z_IMAGE
 from hddm.utils.errors import HddmError
 
-_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, CHROMA, HUNYUAN, UNET, STABLE_DIFFUSION, PROGRAMS)
+_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, CHROMA, HUNYUAN, Z_IMAGE, UNET, STABLE_DIFFUSION, PROGRAMS)
 
 
 @functools.cache

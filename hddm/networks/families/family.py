@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from hddm import condition_names
 from hddm.condition_names import POOLED, TEXT
-from hddm.networks.encoders import CLIP, CLIP_PROJECTED, T5
+from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
 from hddm.utils.errors import HddmError, Unstated
@@ -84,7 +84,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Prompts:
-    """How a pipeline with several text encoders encodes prompts."""
+    """How a pipeline encodes prompts by its own ``encode_prompt``, mostly by several text encoders."""
 
     encoders: tuple[str, ...]
     """Classes of the text encoders, in order."""
@@ -105,9 +105,13 @@ class Prompts:
         return (TEXT, self.pooled)
 
     @property
-    def is_of_clip(self) -> bool:
-        """True if all text encoders are CLIPs, which can read a long prompt in chunks."""
-        return all(kind in (CLIP, CLIP_PROJECTED) for kind in self.encoders)
+    def other_readers(self) -> tuple[str, ...]:
+        """Classes of the text encoders that are no CLIP, whose prompts are read in one way alone."""
+        return tuple(kind for kind in self.encoders if TEXT_ENCODERS[kind].name != CLIP)
+
+    def written(self, tokenizer: Any, texts: list[str]) -> list[str]:
+        """The texts that a tokenizer gets of prompts."""
+        return texts
 
     def length(self, kind: str) -> int | None:
         """Tokens that a text encoder of class ``kind`` reads; None for as many as its tokenizer says."""
@@ -144,7 +148,7 @@ class Pipeline:
     network: str = "transformer"
     """Its keyword for the network, and the network's folder."""
     prompts: Prompts | None = None
-    """None where one text encoder or none makes the conditions."""
+    """None where one CLIP, one T5 or no text encoder makes the conditions."""
     has_text: bool = False
     """True if prompts are encoded at all."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -231,6 +235,10 @@ class Family:
     exact_layers: str = r"(?!)"
     """Names of linear layers that are never held in int8, as another module reads their weights; a regular
     expression."""
+    prompts_first: bool = False
+    """True if its pipelines put the branch of the prompts before that of the negative ones."""
+    unread: tuple[str, ...] = ()
+    """Tensors of a `single_file` that the network does not read."""
     text_key: str | None = None
     """Key of its config that holds the width of its text tokens."""
     states_size: bool = True
