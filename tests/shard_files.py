@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from hddm.data import encoding
-from hddm.data.shard_records import ImageEntry, shard_hash
+from hddm.data.entries import Entries, ImageEntry, shard_hash
 from hddm.utils.progress import Progress
 
 
@@ -79,7 +79,7 @@ def write_shard(
         "shard": shard,
         "num_shards": num_shards,
         "classes": classes,
-        "hash": shard_hash(entries, classes),
+        "hash": shard_hash(Entries.of(entries), classes),
         "partition": "of-all",
         "held_out_of": held_out_of,
         "channels": max(1 if one.ndim == 2 else 3 for one in arrays),

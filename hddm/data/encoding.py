@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hddm.data.entries import Entries, ImageEntry, Texts
 from hddm.data.images import THREADS, fit_image, open_image, read_ahead, to_unit_range, too_many_bad
 from hddm.data.shard_records import (
     DEVIATION,
@@ -27,7 +28,6 @@ from hddm.data.shard_records import (
     TOKENS,
     EncodingRecord,
     FileRecord,
-    ImageEntry,
     ShardManifest,
     Skipped,
     captions_of,
@@ -35,6 +35,9 @@ from hddm.data.shard_records import (
     find_shards,
     read_content,
     read_images_manifest,
+    refuse_without_tables,
+    write_list,
+    write_manifest,
 )
 from hddm.data.shards import RowLayout, layout_of
 from hddm.networks.encoders import CLIP
@@ -49,7 +52,7 @@ from hddm.networks.text_encoder import (
 from hddm.networks.vae import encode, read_vae, scale_of, vae_record_of
 from hddm.settings import EncodingSettings
 from hddm.utils.errors import HddmError, UsageError, an
-from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
+from hddm.utils.files import refuse_full_disk, sha256_of, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
 from hddm.utils.tensors import available_device
@@ -94,6 +97,8 @@ def encode_shards(
     is_partition = (source / PARTITION_FILE).is_file()
     folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
     shards = {folder: read_images_manifest(folder) for folder in folders}
+    for shard in shards.values():
+        refuse_without_tables(len(shard.images))
     with Progress(None, "read the networks", is_drawn=False):
         encoder = _open_encoder(shards, settings)
     row_bytes = 0
@@ -156,7 +161,7 @@ def _write_file(
     path: Path,
     encoder: "_Encoder",
     folder: Path,
-    entries: Sequence[ImageEntry],
+    entries: Entries,
     pool: ThreadPoolExecutor,
     advance: Callable[[int], None],
 ) -> DataFile:
@@ -208,8 +213,9 @@ def _write_manifest(
         "null": null,
         "skipped": tuple(skipped),
     }
-    manifest = source.model_copy(update=added)
-    write_json(folder / SHARD_FILE, manifest.model_dump(mode="json"))
+    listed = write_list(folder, source.images.parts(), len(source.images), source.classes)
+    manifest = source.model_copy(update={**added, "table": listed.table})
+    write_manifest(folder, manifest)
     return manifest
 
 
@@ -340,7 +346,7 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
 
 def _captions(
     shards: Mapping[Path, ShardManifest], settings: EncodingSettings
-) -> dict[Path, tuple[str, ...]]:
+) -> dict[Path, Texts]:
     """Captions of all images by shard, where they are to be encoded; raises as `encode_shards`."""
     if settings.text_encoder is None and settings.tokenizer is None:
         return {}

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 
+from hddm.data.entries import Entries, ImageEntry, shard_hash
 from hddm.data.images import decode_image, in_colour, shared_images, stack
 from hddm.data.shard_records import (
     PIXELS,
-    ImageEntry,
     entry_labels,
     named_shards,
     read_manifest,
-    shard_hash,
 )
 from hddm.data.shards import Rows, Samples, Shard, joined, open_shard
 from hddm.data.sources import open_source
@@ -33,7 +32,7 @@ def open_held_out(path: Path, training: Shard) -> Shard:
     """
     folders = named_shards(path, are_held_out=True)
     own = [folder for folder in folders if read_manifest(folder).held_out_of == training.hash]
-    opened: list[tuple[Shard, list[ImageEntry]]] = []
+    opened: list[tuple[Shard, Entries]] = []
     for folder in own or folders:
         opened.append((open_shard(folder), read_manifest(folder).rows))
     if not opened:
@@ -50,9 +49,7 @@ def open_held_out(path: Path, training: Shard) -> Shard:
     return found
 
 
-def _refuse_trained(
-    path: Path, opened: Sequence[tuple[Shard, Sequence[ImageEntry]]], training: Shard
-) -> None:
+def _refuse_trained(path: Path, opened: Sequence[tuple[Shard, Entries]], training: Shard) -> None:
     """Refuse images of ``training`` in the shards ``opened``, each with the image of every sample."""
     # hddm partition keeps equal images together, so that none is in two parts of one partition.
     kept: set[str | None] = set()
@@ -62,15 +59,15 @@ def _refuse_trained(
         return
     entries = read_manifest(training.folder).rows
     known: dict[str, str] = {}
-    for entry, content in zip(entries, _contents(training, entries), strict=True):
-        known[content] = entry.file
+    for file, content in zip(entries.files, _contents(training, entries), strict=True):
+        known[content] = file
     shared: dict[str, str] = {}
     total = 0
     for shard, own in opened:
         total += len(shard)
-        for entry, content in zip(own, _contents(shard, own), strict=True):
+        for file, content in zip(own.files, _contents(shard, own), strict=True):
             if content in known:
-                name = (shard.folder / entry.file).relative_to(path).as_posix()
+                name = (shard.folder / file).relative_to(path).as_posix()
                 shared[name] = known[content]
     if shared:
         raise shared_images(
@@ -78,25 +75,25 @@ def _refuse_trained(
         )
 
 
-def _contents(shard: Shard, entries: Sequence[ImageEntry]) -> list[str]:
+def _contents(shard: Shard, entries: Entries) -> list[str]:
     """A hash of each sample's image: of its pixels, or of its file where latents are all that is left."""
     if shard.vae is not None:
-        return [entry.sha256 for entry in entries]
+        return list(entries.hashes())
     return [shard.stored.digest(row).hex() for row in range(len(shard))]
 
 
-def _open_images(path: Path, channels: int) -> tuple[Shard, list[ImageEntry]]:
+def _open_images(path: Path, channels: int) -> tuple[Shard, Entries]:
     """Open plain images as a shard, in colour if there are three ``channels``."""
     source = open_source(path)
-    entries, arrays = [], []
+    images, arrays = [], []
     for row, name in enumerate(source.files):
         content = source.read(row)
         pixels = decode_image(content, path / name)
         arrays.append(in_colour(pixels) if channels == 3 else pixels)
         label = None if source.labels is None else source.labels[row]
-        entries.append(
-            ImageEntry(file=name, sha256=hashlib.sha256(content).hexdigest(), label=label)
-        )
+        sha256 = hashlib.sha256(content).hexdigest()
+        images.append(ImageEntry(file=name, sha256=sha256, label=label))
+    entries = Entries.of(images)
     labels = entry_labels(entries)
     shard = Shard(
         folder=path,

@@ -9,7 +9,7 @@ trained on in another. In return, the held-out share is exact only on average.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hddm.data.clustering import Indices, cluster
+from hddm.data.entries import ImageEntry, in_parts
 from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
 from hddm.data.images import contact_sheet, open_image
 from hddm.data.shard_records import (
@@ -26,12 +27,13 @@ from hddm.data.shard_records import (
     HELD_OUT,
     MIN_IMAGES,
     PARTITION_FILE,
-    SHARD_FILE,
-    ImageEntry,
+    ImageList,
     PartitionRecord,
     ShardManifest,
     holds_shard,
-    shard_hash,
+    refuse_without_tables,
+    write_list,
+    write_manifest,
 )
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
@@ -98,6 +100,7 @@ def partition(
         text = f"{len(source)} images are too few for `shards` {num_shards}{why}: it takes {least}"
         raise HddmError(f"{source.root}: {text}")
     shard_of = _shard_of_class(source, settings.classes, num_shards) if settings.classes else None
+    refuse_without_tables(_most_in_a_shard(source, shard_of, num_shards))
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(settings.features, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +169,13 @@ def _shard_of_class(
     return np.array([shard_of_name[name] for name in source.classes])
 
 
+def _most_in_a_shard(source: ImageSource, shard_of: Indices | None, num_shards: int) -> int:
+    """Images of the largest shard, if all can be read and none is held out."""
+    if shard_of is None:
+        return -(-len(source) // num_shards)
+    return int(np.bincount(shard_of[np.asarray(source.labels)]).max())
+
+
 def _write_shards(
     source: ImageSource,
     features: ImageFeatures,
@@ -180,12 +190,14 @@ def _write_shards(
     for k in np.unique(shard[held_out]).tolist():
         parts.append((k, folder / HELD_OUT / f"shard_{k}", True))
     chosen: list[Indices] = []
-    entries: list[list[ImageEntry]] = []
+    lists: list[ImageList] = []
     for k, target, is_kept in parts:
         rows = np.flatnonzero((shard == k) & (held_out == is_kept))
         chosen.append(rows)
-        entries.append(_write_images(source, features, rows, target, cache))
-    hashes = [shard_hash(one, source.classes) for one in entries]
+        target.mkdir(parents=True)
+        images = _written_images(source, features, rows, target, cache)
+        lists.append(write_list(target, in_parts(images), len(rows), source.classes))
+    hashes = [one.hash for one in lists]
     of_all = hashlib.sha256("\n".join(hashes[:num_shards]).encode()).hexdigest()
     for number, (k, target, is_kept) in enumerate(parts):
         shapes = features.shapes[chosen[number]]
@@ -200,17 +212,20 @@ def _write_shards(
             held_out_of=hashes[k] if is_kept else None,
             channels=3 if (shapes[:, 2] == 3).any() else 1,
             size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
-            images=entries[number],
+            images=lists[number].images,
+            table=lists[number].table,
         )
-        write_json(target / SHARD_FILE, manifest.model_dump())
+        write_manifest(target, manifest)
     return hashes[:num_shards]
 
 
-def _write_images(
+def _written_images(
     source: ImageSource, features: ImageFeatures, chosen: Indices, folder: Path, cache: Path | None
-) -> list[ImageEntry]:
-    """Write images as hard links if the source has files and the file system allows, else as copies."""
-    entries = []
+) -> Iterator[ImageEntry]:
+    """Write images as hard links if the source has files and the file system allows, else as copies.
+
+    Each is written when its entry is asked for.
+    """
     for place in chosen.tolist():
         row = int(features.rows[place])
         name = f"images/{source.files[row]}"
@@ -230,8 +245,7 @@ def _write_images(
             raise HddmError(f"{source.root / source.files[row]}: {text}")
         label = None if source.labels is None else int(source.labels[row])
         caption = None if source.captions is None else source.captions[row]
-        entries.append(ImageEntry(file=name, sha256=sha256, label=label, caption=caption))
-    return entries
+        yield ImageEntry(file=name, sha256=sha256, label=label, caption=caption)
 
 
 COLUMNS, SHOWN = 8, 24

@@ -5,6 +5,7 @@ shards/
   report.html, pictures/         the report
   held_out/shard_0/…             images kept from training, where any were; shards of their own
   shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
+  shard_0/images.parquet         the list of files, in place of that in the manifest, where it is long
   shard_0/images/<file>          hard links where the file system allows, copies otherwise
 
 An encoded shard has the same manifest, with how it was encoded and the SHA-256 of its files, and in place of
@@ -16,16 +17,21 @@ shard_0/null.safetensors         tokens of the empty prompt, where captions were
 
 import hashlib
 import heapq
-import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple, overload
 
+import numpy as np
+
+from hddm.data.entries import NO_LABEL, Entries, ImageEntry, ShardHash, Texts, shard_hash
+from hddm.data.entry_tables import open_arrow, read_table, write_table
 from hddm.data.sources.base import LARGEST_FILE, ImageSource, SourceImage
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import inside, read_whole
+from hddm.utils.files import inside, read_whole, sha256_of, write_json
 from hddm.utils.records import (
     ENSEMBLE_FILE,
     EXPERT_FILE,
@@ -35,25 +41,19 @@ from hddm.utils.records import (
     read_record,
 )
 
-FORMAT = "1.4"
+FORMAT = "1.5"
 SHARD_FILE = "manifest.json"
+TABLE_FILE = "images.parquet"
 PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
 """Folder of a partition; its ``shard_k`` has the images that evaluate the expert of shard k."""
 MIN_IMAGES = 16
 SKETCH = 128
 """Hashes of images that an expert records of its shard."""
+LARGEST_LIST = 100_000
+"""Images that a manifest lists itself; a longer list is a table beside it."""
 LARGEST_MANIFEST = 2**29
-"""Bytes: about two million images."""
-
-
-class ImageEntry(Record):
-    """One image of a shard: its path inside the folder, its SHA-256 and its label."""
-
-    file: str
-    sha256: str
-    label: int | None
-    caption: str | None = None
+"""Bytes: about two million images, as shards before format 1.5 list them."""
 
 
 NULL = "null.safetensors"
@@ -105,7 +105,7 @@ class ShardManifest(Record):
 
     ``hash`` covers every file, content and label. An encoded shard has ``images``, ``hash``, ``partition``
     and ``held_out_of`` of its source, so that experts and routers match by them. Row k of its data is the
-    k-th of ``images`` that is not in ``skipped``.
+    k-th of ``images`` that is not in ``skipped``. The file has either ``images`` or a ``table`` of them.
     """
 
     oldest: ClassVar[str | None] = "1.4"
@@ -124,7 +124,9 @@ class ShardManifest(Record):
     """1 if all images are gray."""
     size: tuple[int, int] | None = None
     """(H, W) of all images; None if they differ."""
-    images: list[ImageEntry]
+    images: Entries = Entries.of(())
+    table: FileRecord | None = None
+    """`TABLE_FILE` with the list of images, where it is long."""
     encoding: EncodingRecord | None = None
     vae: VaeRecord | None = None
     text_encoder: TextEncoderRecord | None = None
@@ -138,10 +140,12 @@ class ShardManifest(Record):
         return len(self.images) - len(self.skipped)
 
     @property
-    def rows(self) -> list[ImageEntry]:
+    def rows(self) -> Entries:
         """The image of each sample."""
+        if not self.skipped:
+            return self.images
         skipped = {one.file for one in self.skipped}
-        return [entry for entry in self.images if entry.file not in skipped]
+        return self.images[np.array([file not in skipped for file in self.images.files])]
 
 
 class PartitionRecord(OpenRecord):
@@ -250,7 +254,13 @@ def sketch_of(hashes: Iterable[str]) -> tuple[str, ...]:
     Two such lists give the overlap of two sets of images (bottom-k sketch, Broder, "On the resemblance and
     containment of documents", 1997), without a list of either.
     """
-    return tuple(heapq.nsmallest(SKETCH, {one[:16] for one in hashes}))
+    kept: set[str] = set()
+    for one in hashes:
+        kept.add(one[:16])
+        # Of a million hashes, few are held at a time.
+        if len(kept) > 64 * SKETCH:
+            kept = set(heapq.nsmallest(SKETCH, kept))
+    return tuple(heapq.nsmallest(SKETCH, kept))
 
 
 def overlap(mine: Sequence[str], theirs: Sequence[str], num_mine: int, num_theirs: int) -> float:
@@ -264,39 +274,109 @@ def overlap(mine: Sequence[str], theirs: Sequence[str], num_mine: int, num_their
     return min(1.0, similarity * (num_mine + num_theirs) / (1 + similarity) / max(1, num_mine))
 
 
-def entry_labels(entries: Sequence[ImageEntry]) -> list[int] | None:
+def entry_labels(entries: Entries) -> list[int] | None:
     """Labels (N,), None unless every entry has one."""
-    labels = [entry.label for entry in entries if entry.label is not None]
-    return labels if len(labels) == len(entries) else None
+    labels: list[int] = entries.labels.tolist()
+    return None if NO_LABEL in labels else labels
 
 
-def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
+def captions_of(entries: Entries) -> Texts | None:
     """Captions (N,), None unless every entry has one."""
-    captions = tuple(entry.caption for entry in entries if entry.caption is not None)
-    return captions if len(captions) == len(entries) else None
+    return entries.captions if entries.are_captioned.all() else None
 
 
-def shard_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
-    """SHA-256 of a shard's files, contents, labels and captions."""
-    lines = [json.dumps(list(classes))]
-    for one in entries:
-        caption = "" if one.caption is None else f" {json.dumps(one.caption)}"
-        lines.append(f"{one.file} {one.sha256} {one.label}{caption}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+class ImageList(NamedTuple):
+    """The list of a shard's images as it was written: its hash, and the ``images`` or a ``table`` of them."""
+
+    hash: str
+    images: Entries
+    table: FileRecord | None
+
+
+def refuse_without_tables(num: int) -> None:
+    """Raise `HddmError` without pyarrow, if a list of ``num`` images takes it."""
+    if num > LARGEST_LIST:
+        open_arrow(f"a shard of {num} images (more than {LARGEST_LIST})")
+
+
+def write_list(
+    folder: Path, parts: Iterable[Entries], num: int, classes: Sequence[str]
+) -> ImageList:
+    """Write the list of the ``num`` images in ``parts`` to a table in ``folder``, if it is long.
+
+    A part is held in memory at a time.
+    """
+    digest = ShardHash(classes)
+
+    def hashed() -> Iterator[Entries]:
+        for part in parts:
+            digest.update(part)
+            yield part
+
+    if num <= LARGEST_LIST:
+        images = Entries.joined(list(hashed()))
+        return ImageList(digest.hexdigest(), images, None)
+    path = folder / TABLE_FILE
+    rows = write_table(path, hashed())
+    table = FileRecord(file=TABLE_FILE, sha256=sha256_of(path), rows=rows)
+    return ImageList(digest.hexdigest(), Entries.of(()), table)
+
+
+def write_manifest(folder: Path, manifest: ShardManifest) -> None:
+    """Write ``manifest.json``; a ``table`` was written by `write_list`."""
+    left_out = "table" if manifest.table is None else "images"
+    write_json(folder / SHARD_FILE, manifest.model_dump(mode="json", exclude={left_out}))
 
 
 def read_manifest(folder: Path) -> ShardManifest:
     """Manifest of the shard in ``folder``, of images or encoded.
 
-    Raises `HddmError` for a missing or newer manifest, a folder of another kind by its kind, and a list of
-    images that does not match its hash.
+    Raises `HddmError` for a missing or newer manifest, a folder of another kind by its kind, a table of
+    images that was changed or cannot be read, and a list of images that does not match its hash, names a file
+    twice or one outside the folder.
     """
     _refuse_other_folder(folder, SHARD_FILE)
     path = folder / SHARD_FILE
     manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
+    has_list = "images" in manifest.model_fields_set
+    if has_list == (manifest.table is not None):
+        problem = "has to hold either images or a table of them"
+        raise HddmError(f"{path}: {problem}; copy the shard again")
+    if manifest.table is not None:
+        images = _read_list(folder, manifest.table)
+        manifest = manifest.model_copy(update={"images": images})
     if shard_hash(manifest.images, manifest.classes) != manifest.hash:
         raise HddmError(f"{path}: its list of images does not match its hash; copy the shard again")
+    _refuse_odd_names(folder, manifest.images.files)
     return manifest
+
+
+def _read_list(folder: Path, table: FileRecord) -> Entries:
+    path = inside(folder, table.file)
+    if sha256_of(path) != table.sha256:
+        raise HddmError(f"{path}: changed since it was written; copy the shard again")
+    return read_table(path, table.rows)
+
+
+_ODD = re.compile(r"^/|^.:|(^|/)\.\.(/|$)|^[./]*$|[\\\0\n\r]")
+"""Names that `inside` may refuse whatever is on the disk."""
+
+
+def _refuse_odd_names(folder: Path, files: Texts) -> None:
+    """Refuse a path that leads out of ``folder``, and one that is there twice."""
+    hashes = np.zeros(len(files), dtype=np.int64)
+    for number, file in enumerate(files):
+        if _ODD.search(file):
+            inside(folder, file)
+        hashes[number] = hash(file)
+    if len(np.unique(hashes)) == len(files):
+        return
+    seen: set[str] = set()
+    for file in files:
+        if file in seen:
+            path = folder / SHARD_FILE
+            raise HddmError(f"{path}: lists {file} twice; copy the shard again")
+        seen.add(file)
 
 
 def read_images_manifest(folder: Path) -> ShardManifest:
@@ -309,6 +389,28 @@ def read_images_manifest(folder: Path) -> ShardManifest:
     return manifest
 
 
+@dataclass(frozen=True)
+class _ShardImages(Sequence[SourceImage]):
+    """Where each image of a shard is, made when it is asked for."""
+
+    folder: Path
+    entries: Entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, i: int) -> SourceImage: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> "_ShardImages": ...
+
+    def __getitem__(self, i: int | slice) -> "SourceImage | _ShardImages":
+        if isinstance(i, slice):
+            return _ShardImages(self.folder, self.entries[i])
+        return SourceImage(partial(read_content, self.folder, self.entries[i]), 0)
+
+
 def open_images(folder: Path) -> ImageSource:
     """Images of the shard in ``folder``, of unknown sizes, each checked against its hash when read.
 
@@ -316,10 +418,6 @@ def open_images(folder: Path) -> ImageSource:
     """
     manifest = read_images_manifest(folder)
     entries = manifest.images
-    files: list[str] = []
-    images: list[SourceImage] = []
-    for entry in entries:
-        files.append(entry.file)
-        images.append(SourceImage(partial(read_content, folder, entry), 0))
-    classes = tuple(manifest.classes)
-    return ImageSource(folder, files, classes, entry_labels(entries), captions_of(entries), images)
+    images = _ShardImages(folder, entries)
+    labels, captions = entry_labels(entries), captions_of(entries)
+    return ImageSource(folder, entries.files, tuple(manifest.classes), labels, captions, images)

@@ -203,7 +203,7 @@ class Shard:
     labels: Tensor | None
     partition: str | None = None
     held_out_of: str | None = None
-    captions: tuple[str, ...] | None = None
+    captions: Sequence[str] | None = None
     vae: VaeRecord | None = None
     text_encoder: TextEncoderRecord | None = None
     texts: TokenStore | None = None
@@ -295,7 +295,7 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
         manifest.vae,
         manifest.text_encoder,
         texts,
-        sketch_of(entry.sha256 for entry in entries),
+        sketch_of(entries.hashes()),
     )
 
 

@@ -94,7 +94,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 def _shard(folder: Path) -> dict[str, Any]:
     shard = read_manifest(folder)
-    own = {"images", "data", "null"}
+    own = {"images", "table", "data", "null"}
     if shard.encoding is None:
         own |= {"encoding", "vae", "text_encoder", "skipped"}
     record = shard.model_dump(mode="json", exclude=own) | {"images": shard.num_rows}

@@ -248,10 +248,10 @@ def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collectio
 
 
 def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
-    """Records within an annotation, such as a tuple of records."""
+    """Records within an annotation, such as a tuple of records, or a class that is a sequence of them."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
-    for inner in get_args(kind):
+    for inner in (*get_args(kind), *getattr(kind, "__orig_bases__", ())):
         yield from _records_in(inner)
 
 

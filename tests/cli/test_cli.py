@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.data.entries import Entries, ImageEntry, shard_hash
 from hddm.data.images import to_bytes
-from hddm.data.shard_records import ImageEntry, shard_hash
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, contents, copied, edit_json, largest_file, load_images, seal
 
@@ -143,7 +143,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     small = copied(shards / "shard_0", tmp_path)
     manifest = json.loads((small / "manifest.json").read_text())
     images = manifest["images"][:3]
-    few = shard_hash([ImageEntry.model_validate(one) for one in images], manifest["classes"])
+    few = shard_hash(Entries.of(map(ImageEntry.model_validate, images)), manifest["classes"])
     edit_json(small / "manifest.json", images=images, hash=few)
     options = ["--out", tmp_path / "out", *TRAIN]
     before = contents(tmp_path)

@@ -134,7 +134,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     assert torch.allclose(shard.texts.take(torch.arange(16)), expected[:16], atol=1e-5)
     assert torch.allclose(shard.texts.null, expected[16], atol=1e-5)
     assert shard.text_encoder == text_encoder_record_of(tmp_path / "text_encoder", 24)
-    assert shard.captions == tuple(captions)
+    assert list(shard.captions) == captions
 
 
 def test_a_partition_is_encoded_with_its_held_out_images(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def _open_table(path: Path) -> Iterator[Any]:
+def open_table(path: Path) -> Iterator[Any]:
     """The Parquet file; its errors become an `HddmError` that names it."""
     pa = optional("pyarrow", f"{path}: Parquet", "parquet")
     pq = optional("pyarrow.parquet", f"{path}: Parquet", "parquet")
@@ -240,7 +240,7 @@ class HeldImages:
 
         @lru_cache(maxsize=2)
         def read(path: Path, group: int) -> Any:
-            with _open_table(path) as file:
+            with open_table(path) as file:
                 return file.read_row_group(group, columns=[column])[column]
 
         self._read = read
@@ -282,7 +282,7 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
     for name in names:
         path = root / name
         prefix = f"{name.removesuffix(PARQUET)}/" if name else ""
-        with _open_table(path) as file:
+        with open_table(path) as file:
             found = find_columns(file.schema_arrow, path, requested)
             if columns is None:
                 columns = found

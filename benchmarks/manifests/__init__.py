@@ -1,0 +1,1 @@
+"""Memory and time of the list of a shard's images."""
