@@ -7,7 +7,7 @@ Each one is stored once, by its number (`hddm.experts.parts.numbers_of`): the fi
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
@@ -247,8 +247,9 @@ def _arrange_texts(
         if k < stay and (reader is None or reader != named):
             is_decided = True
         if reader is not None:
-            _compare_width(experts[k], reader, found)
-            _compare_pipeline(experts[k], reader, found)
+            config = read_config(experts[k].place)
+            _compare_width(experts[k], config, reader, found)
+            _compare_pipeline(experts[k], config, reader, found)
             _compare_encoder(experts[k], reader, is_decided, found)
             taken[k] = reader.record
         elif len(takers) > 1 and not is_decided:
@@ -301,22 +302,24 @@ def _compare_encoder(
         found.trust(expert.name, TEXT_ENCODER, text, f"it is that in {name}")
 
 
-def _compare_width(expert: Expert, encoder: _TextEncoder, found: Findings) -> None:
-    """Compare the width of a text encoder's tokens with what an expert's network takes."""
-    config = read_config(expert.place)
+def _compare_width(
+    expert: Expert, config: Mapping[str, Any], encoder: _TextEncoder, found: Findings
+) -> None:
+    """Compare the width of a text encoder's tokens with what an expert's network, of ``config``, takes."""
     width = families()[config["_class_name"]].text_width(config)
     if width not in (None, encoder.record.width):
         tokens = f"tokens {encoder.record.width} wide"
         found.differ(str(encoder.folder), f"{tokens}, and {expert.name} takes {width}")
 
 
-def _compare_pipeline(expert: Expert, encoder: _TextEncoder, found: Findings) -> None:
-    """Compare the pipeline that reads a text encoder with those around an expert's network.
+def _compare_pipeline(
+    expert: Expert, config: Mapping[str, Any], encoder: _TextEncoder, found: Findings
+) -> None:
+    """Compare the pipeline that reads a text encoder with that around an expert's network, of ``config``.
 
     Pipelines read the same T5 in their own ways: its number of tokens, upper case, and what of the padding
     counts. One outside of a pipeline's folder is read as its tokenizer says, which is none of theirs.
     """
-    config = read_config(expert.place)
     family = families()[config["_class_name"]]
     if not family.pipelines:
         return

@@ -109,10 +109,8 @@ A config may name the classes with "Fast" at the end.
 """
 TRANSFORMERS = "transformers"
 _LIBRARIES: Mapping[str, str] = dict.fromkeys((CHATGLM, CHATGLM_TOKENIZER), "kolors")
-NEEDED_PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    CHATGLM_TOKENIZER: (("sentencepiece", "kolors"),)
-}
-"""Packages that a class of tokenizers needs beside those of hddm, each with the extra that installs it."""
+NEEDED_PACKAGES: Mapping[str, tuple[str, str]] = {CHATGLM_TOKENIZER: ("sentencepiece", "kolors")}
+"""The package that a class of tokenizers needs beside those of hddm, with the extra that installs it."""
 
 
 def library_of(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Text encoders (CLIP, T5, BERT, ChatGLM) and their tokenizers, which turn prompts into tokens.
+"""Text encoders and their tokenizers, which turn prompts into tokens (`hddm.networks.encoders`).
 
 All are read from local files that are checked before transformers opens them.
 """
@@ -114,7 +114,8 @@ def read_tokenizer(folder: Path) -> Any:
         raise HddmError(
             f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them"
         )
-    for package, extra in NEEDED_PACKAGES.get(kind, ()):
+    if kind in NEEDED_PACKAGES:
+        package, extra = NEEDED_PACKAGES[kind]
         optional(package, f"{folder}: {an(kind)}", extra)
     try:
         tokenizer = _class_called(kind).from_pretrained(str(folder), local_files_only=True)

@@ -140,6 +140,19 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class PaddedPrompts(Prompts):
+    """Prompts as the tokens of one text encoder, padded to a fixed number."""
+
+    tokens: int = 0
+
+    def length(self, kind: str) -> int | None:
+        return self.tokens
+
+    def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
+        return self.tokens, widths[0]
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """A pipeline of diffusers around a network."""
 

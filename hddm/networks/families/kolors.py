@@ -4,35 +4,16 @@ Its network is of the same class (`hddm.networks.families.stable_diffusion`), an
 text to the width of its attention first. Weights and code: github.com/Kwai-Kolors/Kolors.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from hddm.condition_names import TEXT_EMBEDS
 from hddm.networks.encoders import CHATGLM
-from hddm.networks.families.family import Pipeline, Prompts
-
-
-@dataclass(frozen=True)
-class ChatGLMPrompts(Prompts):
-    """Prompts as tokens of ChatGLM, padded on the left, and its last state at the last of them.
-
-    The network sees the tokens of padding too. Its pipeline encodes the empty negative prompt, whatever
-    its index says of zeros: with these it fails.
-    """
-
-    chatglm_tokens: int = 256
-
-    def length(self, kind: str) -> int | None:
-        return self.chatglm_tokens
-
-    def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
-        return self.chatglm_tokens, widths[0]
-
+from hddm.networks.families.family import PaddedPrompts, Pipeline
 
 KOLORS = Pipeline(
     "KolorsPipeline",
     network="unet",
-    prompts=ChatGLMPrompts((CHATGLM,), TEXT_EMBEDS),
+    # Padded on the left, which the network sees, and its last state at the last token. The empty negative
+    # prompt is encoded, whatever the pipeline's index says of zeros: with these it fails.
+    prompts=PaddedPrompts((CHATGLM,), TEXT_EMBEDS, tokens=256),
     has_text=True,
     has_single_file=False,
 )

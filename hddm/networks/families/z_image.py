@@ -23,8 +23,8 @@ from hddm.networks.families.family import (
     Config,
     Family,
     ForeignLayer,
+    PaddedPrompts,
     Pipeline,
-    Prompts,
     SingleFile,
     Taken,
     Tensors,
@@ -50,20 +50,12 @@ _LEAST_SIDE = 12
 
 
 @dataclass(frozen=True)
-class ChatPrompts(Prompts):
+class ChatPrompts(PaddedPrompts):
     """Prompts as the tokens of one text encoder that reads turns of a chat, with a mask."""
-
-    tokens: int = 512
 
     @property
     def conditions(self) -> tuple[str, ...]:
         return (TEXT, TEXT_MASK)
-
-    def length(self, kind: str) -> int | None:
-        return self.tokens
-
-    def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
-        return self.tokens, widths[0]
 
     def written(self, tokenizer: Any, texts: list[str]) -> list[str]:
         found = []
@@ -91,7 +83,7 @@ class ChatPrompts(Prompts):
         return found
 
 
-_PROMPTS = ChatPrompts((QWEN3,))
+_PROMPTS = ChatPrompts((QWEN3,), tokens=512)
 
 
 class ZImage(Family):
