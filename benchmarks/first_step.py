@@ -28,6 +28,8 @@ from benchmarks.harness import (
     WorkOption,
     main,
     run_once,
+    shard_digits,
+    shard_photographs,
 )
 from hddm.calibration import Calibration, Moments
 from hddm.conditions import Conditions
@@ -154,22 +156,11 @@ class Pictures:
         self.name = "digits" if cifar is None else "cifar10"
         self.whole, self.parts = work / "all" / "shard_0", work / "parts"
         if cifar is None:
-            run_once(work / "digits", ["data", "digits"])
+            shard_digits(work, 2)
             training, held_out = work / "digits" / "train", work / "digits" / "held_out"
-            for folder, count in (("all", 1), ("parts", 2)):
-                words = ["partition", str(training), "--shards", str(count), "--held-out", "0.2"]
-                run_once(work / folder, words)
         else:
+            shard_photographs(work, cifar, CLASSES, 2)
             training, held_out = work / "all", work / "test" / "shard_0"
-            for folder, images, options in (
-                ("all", "train", "--shards 1 --held-out 0.1"),
-                ("parts", "train", "--shards 2 --held-out 0.1"),
-                ("test", "test", "--shards 1 --held-out 0"),
-            ):
-                words = ["partition", str(cifar / images), "--only", CLASSES, *options.split()]
-                run_once(work / f"{folder}-photos", words)
-                words = ["encode", str(work / f"{folder}-photos"), "--resolution", "16"]
-                run_once(work / folder, words)
         self.measure = Measure(training, held_out)
 
     def head(self, title: str, seeds: int) -> list[str]:

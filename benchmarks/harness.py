@@ -70,6 +70,34 @@ def run_once(out: Path, words: Sequence[str]) -> None:
     run_words([*words, "--out", str(out), *(["--resume"] if begun else [])])
 
 
+def shard_digits(work: Path, parts: int) -> None:
+    """scikit-learn's digits below ``work``: ``digits``, and its training images in one shard and in several.
+
+    The one shard is in ``all``, and the several, of similar content, are in ``parts``.
+    """
+    run_once(work / "digits", ["data", "digits"])
+    training = str(work / "digits" / "train")
+    for name, shards in (("all", 1), ("parts", parts)):
+        words = ["partition", training, "--shards", str(shards), "--held-out", "0.2"]
+        run_once(work / name, words)
+
+
+def shard_photographs(work: Path, pictures: Path, classes: str, parts: int) -> None:
+    """Photographs of these classes at 16×16 pixels below ``work``, as `shard_digits`; tests in ``test``.
+
+    ``pictures`` has train/CLASS/*.jpg and test/CLASS/*.jpg.
+    """
+    for name, images, options in (
+        ("all", "train", "--shards 1 --held-out 0.1"),
+        ("parts", "train", f"--shards {parts} --held-out 0.1"),
+        ("test", "test", "--shards 1 --held-out 0"),
+    ):
+        large = work / f"{name}-photos"
+        words = ["partition", str(pictures / images), "--only", classes, *options.split()]
+        run_once(large, words)
+        run_once(work / name, ["encode", str(large), "--resolution", "16"])
+
+
 @dataclass(frozen=True)
 class Start:
     """One start of an experiment: its options, and on what machine and when it began."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.first_step import Measure
-from benchmarks.harness import run_once
+from benchmarks.harness import shard_digits, shard_photographs
 from hddm.utils.errors import HddmError
 
 
@@ -51,11 +51,7 @@ class Digits(Data):
     def prepare(self, work: Path, pictures: Path | None) -> None:
         if pictures is not None:
             raise HddmError(f"--pictures {pictures}: is for photographs; leave it out for digits")
-        run_once(work / "digits", ["data", "digits"])
-        training = str(work / "digits" / "train")
-        for name, shards in (("all", 1), ("parts", 4)):
-            words = ["partition", training, "--shards", str(shards), "--held-out", "0.2"]
-            run_once(work / name, words)
+        shard_digits(work, _PARTS)
 
 
 class Photographs(Data):
@@ -67,17 +63,10 @@ class Photographs(Data):
     def prepare(self, work: Path, pictures: Path | None) -> None:
         if pictures is None:
             raise HddmError("--pictures: name the folder of train/CLASS/*.jpg and test/CLASS/*.jpg")
-        for name, images, options in (
-            ("all", "train", "--shards 1 --held-out 0.1"),
-            ("parts", "train", "--shards 4 --held-out 0.1"),
-            ("test", "test", "--shards 1 --held-out 0"),
-        ):
-            large = work / f"{name}-32"
-            given = ["partition", str(pictures / images), "--only", _CLASSES, *options.split()]
-            run_once(large, given)
-            run_once(work / name, ["encode", str(large), "--resolution", "16"])
+        shard_photographs(work, pictures, _CLASSES, _PARTS)
 
 
+_PARTS = 4
 _CLASSES = "airplane,automobile,horse,ship"
 _OF_BOTH = "--ema-decay 0.99"
 
