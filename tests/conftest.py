@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,6 +65,17 @@ def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test fails where a socket is opened, or an address looked up."""
+
+    def refuse(*args: object, **named: object) -> None:
+        raise AssertionError("opens a socket")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tiny networks of SD3, Flux and Chroma, and what they mean, written down by hand."""
+"""Tiny networks of SD3, Flux, Chroma and Z-Image, and what they mean, written down by hand."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from diffusers import (
     FluxTransformer2DModel,
     ModelMixin,
     SD3Transformer2DModel,
+    ZImageTransformer2DModel,
 )
 from torch import Tensor
 
@@ -47,6 +48,17 @@ CHROMA = {
     "approximator_hidden_dim": 24,
     "approximator_layers": 2,
 }
+Z_IMAGE = {
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 3,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 24,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [1024, 64, 64],
+}
 WITH_SIDE = ("--sample-size", SIDE)
 
 
@@ -60,6 +72,10 @@ def flux(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
 
 def chroma(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:
     return randomised(ChromaTransformer2DModel(**CHROMA | changes), seed)
+
+
+def z_image(seed: int = 0, **changes: Any) -> ZImageTransformer2DModel:
+    return randomised(ZImageTransformer2DModel(**Z_IMAGE | changes), seed)
 
 
 def flow_pipeline(folder: Path, network: ModelMixin, **settings: Any) -> Path:

@@ -19,14 +19,13 @@ from hddm.experts.assembly import assemble
 from hddm.networks.families.chroma import CHROMA
 from hddm.networks.families.flux import unpack
 from hddm.networks.prompts import PipelineText
-from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.settings import Computing
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of, refused
 from tests.component_files import saved_in_parts, write_t5, write_vae
 from tests.flow_models import WITH_SIDE, chroma, flow_pipeline, text
+from tests.pipelines.checks import check_int8, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -243,27 +242,14 @@ def test_a_pipeline_for_another_task_has_the_same_prompts(
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_int8_makes_nearly_the_same(expert: Path) -> None:
-    pytest.importorskip("torchao")
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
-    pipe = HDDMPipeline.from_pretrained(expert)
-    given = pipe.encode(PROMPTS).given
-    exact = library.load(expert).velocity(x, t, **given)
-    pipe.experts.prepare(Computing(quantize="int8"))
-    error = (pipe.ensemble.experts[0].velocity(x, t, **given) - exact).norm() / exact.norm()
-    assert 1e-5 < error < 0.05
+    check_int8(expert, PROMPTS, least=1e-5)
 
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_all_blocks_of_a_class_share_a_compiled_graph() -> None:
-    network, graphs = NetworkWrapper(chroma(num_layers=3, num_single_layers=3)).eval(), []
-    given, x, t = text(network.model), torch.randn(2, 4, SIDE, SIDE), torch.tensor([0.2, 0.8])
-    with torch.inference_mode():
-        plain = network(x, t, **given)
-        backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-        compile_blocks(network, dynamic=True, backend=backend)
-        assert torch.equal(network(x, t, **given), plain)
-    assert len(graphs) == 2
+    network = chroma(num_layers=3, num_single_layers=3)
+    assert graphs_of(network, torch.tensor([0.2, 0.8]), text(network)) == 2
 
 
 @pytest.mark.integration

@@ -19,21 +19,17 @@ from torch import Tensor, nn
 from transformers import BertTokenizer, T5Tokenizer
 
 import hddm as library
-from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import open_expert
-from hddm.experts.expert_set import ExpertSet
 from hddm.networks.families.hunyuan import HUNYUAN
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
 from hddm.networks.text_encoder import read_text_encoder
-from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.settings import Computing
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of
 from tests.component_files import saved_in_parts, write_bert, write_t5, write_vae
+from tests.pipelines.checks import check_int8, check_lora, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -312,38 +308,15 @@ def test_a_lora_of_common_names_changes_the_layers_that_it_names(
                 f"{stem}.{part}.weight": one for part, one in zip(parts, (a, b), strict=True)
             }
             changes[f"{name}.weight"] = b @ a
-    save_file(content, tmp_path / "lora.safetensors")
-    convert_lora(tmp_path / "lora.safetensors", expert, tmp_path / "style")
-    held = ExpertSet([open_expert(tmp_path / "style"), open_expert(expert)])
-    given, x = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given, torch.randn(2, 4, 8, 8)
-    t = torch.full((2,), 0.4)
-    found, base = (one.velocity(x, t, **given) for one in held.fields())
-    # The base's weights are held once.
-    assert len(set(held.stored)) == 1
-    changed = hunyuan(
+    network = hunyuan(
         use_style_cond_and_image_meta_size=pipe.transformer.config.use_style_cond_and_image_meta_size
     )
-    weights = changed.state_dict()
-    for name, change in changes.items():
-        weights[name] = weights[name] + change
-    changed.load_state_dict(weights)
-    own = library.load(expert)
-    own.network = NetworkWrapper(changed)
-    expected = own.velocity(x, t, **given)
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert (base - expected).abs().max() > 1e-2 * expected.abs().max()
+    check_lora(content, changes, network, expert, PROMPTS, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_int8_makes_nearly_the_same(expert: Path) -> None:
-    pytest.importorskip("torchao")
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
-    pipe = HDDMPipeline.from_pretrained(expert)
-    given = pipe.encode(PROMPTS).given
-    exact = library.load(expert).velocity(x, t, **given)
-    pipe.experts.prepare(Computing(quantize="int8"))
-    error = (pipe.ensemble.experts[0].velocity(x, t, **given) - exact).norm() / exact.norm()
-    assert 1e-6 < error < 0.05
+    check_int8(expert, PROMPTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -371,20 +344,13 @@ def test_it_runs_in_half_types_to_their_rounding(expert: Path, dtype: torch.dtyp
 @pytest.mark.integration
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_with_and_without_a_skip_share_compiled_graphs(expert: Path) -> None:
-    network, graphs = NetworkWrapper(hunyuan(num_layers=8)).eval(), []
     field = library.load(expert)
     given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given
     given |= {"image_meta_size": torch.ones(2, 6), "style": torch.zeros(2).long()}
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.tensor([200.0, 800.0])
-    assert field.sample_shape == x.shape[1:]
-    with torch.inference_mode():
-        plain = network(x, t, **given)
-        backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-        compile_blocks(network, dynamic=True, backend=backend)
-        assert torch.equal(network(x, t, **given), plain)
+    assert field.sample_shape == (4, SIDE, SIDE)
     # Blocks without a skip; the first one with a skip, whose input still has the layout of the patches'
     # embedding, transposed; and those behind it, whose input is a linear layer's.
-    assert len(graphs) == 3
+    assert graphs_of(hunyuan(num_layers=8), torch.tensor([200.0, 800.0]), given) == 3
 
 
 @pytest.mark.integration

@@ -1,6 +1,5 @@
 """Kolors as an expert: prompts, calls, pictures and mixtures against diffusers' own pipeline."""
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hddm as library
-from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import open_expert
-from hddm.experts.expert_set import ExpertSet
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.prompts import PipelineText, read_texts
 from hddm.networks.text_encoder import read_tokenizer
-from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.settings import Computing
 from hddm.solvers import euler
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import record_of, text_unet
 from tests.checkpoints.test_lora_files import ldm_name
 from tests.component_files import saved_in_parts, write_chatglm, write_vae
 from tests.lora_files import kohya
+from tests.pipelines.checks import check_int8, check_lora, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
@@ -89,15 +84,6 @@ def expert(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("expert") / "expert"
     library.convert(source, folder)
     return folder
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*where: object) -> None:
-        raise AssertionError("opens a socket")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 def _theirs(pipe: KolorsPipeline, prompts: list[str], against: str) -> list[dict[str, Tensor]]:
@@ -342,51 +328,22 @@ def test_a_lora_of_common_names_changes_the_layers_that_it_names(
             elif names != "lora_unet_":
                 stem = f"lora_unet_{named(name).replace('.', '_')}"
             content |= {f"{stem}.{parts[0]}.weight": down, f"{stem}.{parts[1]}.weight": up}
-    save_file(content, tmp_path / "lora.safetensors")
-    convert_lora(tmp_path / "lora.safetensors", expert, tmp_path / "style")
-    held = ExpertSet([open_expert(tmp_path / "style"), open_expert(expert)])
-    given, x = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given, torch.randn(2, 4, 8, 8)
-    t = torch.full((2,), 0.4)
-    found, base = (one.velocity(x, t, **given) for one in held.fields())
-    # The base's weights are held once.
-    assert len(set(held.stored)) == 1
-    weights = network.state_dict()
-    for name, change in changes.items():
-        weights[name] = weights[name] + change
-    network.load_state_dict(weights)
-    own = library.load(expert)
-    own.network = NetworkWrapper(network)
-    expected = own.velocity(x, t, **given)
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert (base - expected).abs().max() > 1e-3 * expected.abs().max()
+    check_lora(content, changes, network, expert, PROMPTS, tmp_path, least=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_int8_makes_nearly_the_same(expert: Path) -> None:
-    pytest.importorskip("torchao")
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
-    pipe = HDDMPipeline.from_pretrained(expert)
-    given = pipe.encode(PROMPTS).given
-    exact = library.load(expert).velocity(x, t, **given)
-    pipe.experts.prepare(Computing(quantize="int8"))
-    error = (pipe.ensemble.experts[0].velocity(x, t, **given) - exact).norm() / exact.norm()
-    assert 1e-6 < error < 0.05
+    check_int8(expert, PROMPTS)
 
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_of_one_width_share_a_compiled_graph(expert: Path) -> None:
-    network, graphs = NetworkWrapper(unet(transformer_layers_per_block=2)).eval(), []
     given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given
     given["time_ids"] = torch.full((2, 6), 64.0)
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.tensor([200.0, 800.0])
-    with torch.inference_mode():
-        plain = network(x, t, **given)
-        backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-        compile_blocks(network, dynamic=True, backend=backend)
-        assert torch.equal(network(x, t, **given), plain)
+    network = unet(transformer_layers_per_block=2)
     # Two widths; the first block behind a convolution, whose input has another layout, and the others.
-    assert len(graphs) == 4
+    assert graphs_of(network, torch.tensor([200.0, 800.0]), given) == 4
 
 
 @pytest.mark.integration

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -390,7 +389,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
-    case: str, expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, expert: Path, tmp_path: Path, no_network: None
 ) -> None:
     file, changes, words = HOSTILE[case]
     folder = copied(expert, tmp_path)
@@ -400,10 +399,4 @@ def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
     edit_json(path, **changes)
     write_manifest(folder / "text_encoder")
     seal(folder)
-
-    def no_network(*where: object) -> None:
-        raise AssertionError("opens a socket")
-
-    monkeypatch.setattr(socket.socket, "connect", no_network)
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
     assert words in refusal(HDDMPipeline.from_pretrained, folder)

@@ -1,56 +1,39 @@
 """Z-Image as an expert: prompts, calls, pictures and mixtures against diffusers' own pipeline."""
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
 import hddm as library
-from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import open_expert
-from hddm.experts.expert_set import ExpertSet
 from hddm.networks.families.z_image import Z_IMAGE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
-from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.settings import Computing
 from tests.artefacts import Command, copied, edit_json, printed, refusal
-from tests.checkpoint_files import randomised, record_of
+from tests.checkpoint_files import record_of
 from tests.component_files import saved_in_parts, write_qwen3, write_vae
+from tests.flow_models import z_image
+from tests.pipelines.checks import check_int8, check_lora, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
 AGAINST = "a dog"
 SIDE, STEPS = 8, 3
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
-WIDE = {
-    "in_channels": 4,
-    "dim": 32,
-    "n_layers": 3,
-    "n_refiner_layers": 1,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-}
-WIDE |= {"cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [1024, 64, 64]}
 SIZE = {"height": 8 * SIDE, "width": 8 * SIDE}
-
-
-def z_image(seed: int = 0, **changes: Any) -> ZImageTransformer2DModel:
-    return randomised(ZImageTransformer2DModel(**WIDE | changes), seed)
 
 
 @pytest.fixture(scope="module")
@@ -347,36 +330,13 @@ def test_a_lora_of_common_names_changes_the_layers_that_it_names(
                 content[f"{stem}.{part}.weight"] = one
             changes[f"{name}.weight"] = b @ a
     assert len(changes) == 5 * 7
-    save_file(content, tmp_path / "lora.safetensors")
-    convert_lora(tmp_path / "lora.safetensors", expert, tmp_path / "style")
-    held = ExpertSet([open_expert(tmp_path / "style"), open_expert(expert)])
-    given, x = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given, torch.randn(2, 4, 8, 8)
-    t = torch.full((2,), 0.4)
-    found, base = (one.velocity(x, t, **given) for one in held.fields())
-    # The base's weights are held once.
-    assert len(set(held.stored)) == 1
-    changed = z_image()
-    weights = changed.state_dict()
-    for name, change in changes.items():
-        weights[name] = weights[name] + change
-    changed.load_state_dict(weights)
-    own = library.load(expert)
-    own.network = NetworkWrapper(changed)
-    expected = own.velocity(x, t, **given)
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert (base - expected).abs().max() > 1e-2 * expected.abs().max()
+    network = z_image()
+    check_lora(content, changes, network, expert, PROMPTS, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_int8_makes_nearly_the_same(expert: Path) -> None:
-    pytest.importorskip("torchao")
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
-    pipe = HDDMPipeline.from_pretrained(expert)
-    given = pipe.encode(PROMPTS).given
-    exact = library.load(expert).velocity(x, t, **given)
-    pipe.experts.prepare(Computing(quantize="int8"))
-    error = (pipe.ensemble.experts[0].velocity(x, t, **given) - exact).norm() / exact.norm()
-    assert 1e-6 < error < 0.05
+    check_int8(expert, PROMPTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -401,16 +361,10 @@ def test_weights_of_half_types_are_converted_and_run_to_their_rounding(
 @pytest.mark.integration
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_share_compiled_graphs(expert: Path) -> None:
-    network, graphs = NetworkWrapper(z_image(n_layers=6, n_refiner_layers=2)).eval(), []
+    network = z_image(n_layers=6, n_refiner_layers=2)
     given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.tensor([0.2, 0.8])
-    with torch.inference_mode():
-        plain = network(x, t, **given)
-        backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-        compile_blocks(network, dynamic=True, backend=backend)
-        assert torch.equal(network(x, t, **given), plain)
     # Blocks of patches, without a mask; of the text, which the time does not modulate; and of both.
-    assert len(graphs) == 3
+    assert graphs_of(network, torch.tensor([0.2, 0.8]), given) == 3
 
 
 @pytest.mark.integration
@@ -486,14 +440,6 @@ def test_a_config_of_a_network_that_cannot_run_is_refused_in_one_line(key: str) 
 def test_places_that_a_text_does_not_fit_into_are_refused() -> None:
     told = refusal(Z_IMAGE.conditions, dict(z_image().config) | {"axes_lens": [256, 64, 64]})
     assert "the first of at least 514" in told
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **named: Any) -> None:
-        raise AssertionError("a socket was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 ENCODER, WORDS = "text_encoder/config.json", "tokenizer/tokenizer_config.json"
