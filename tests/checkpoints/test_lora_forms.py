@@ -30,13 +30,18 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
 from tests.artefacts import Command
 from tests.checkpoint_files import SD_BETAS, pipeline, record_of, refused, text_unet
-from tests.flow_models import chroma, flow_pipeline, flux, sd3
+from tests.flow_models import chroma, flow_pipeline, flux, sd3, z_image
 from tests.ldm_files import XL, ldm_unet
 
 Files = dict[str, Tensor]
 Namer = Callable[[str, str], str]
 RANK, ALPHA = 3, 2.0
-AUTHORS: dict[str, Callable[..., ModelMixin]] = {"sd3": sd3, "flux": flux, "chroma": chroma}
+AUTHORS: dict[str, Callable[..., ModelMixin]] = {
+    "sd3": sd3,
+    "flux": flux,
+    "chroma": chroma,
+    "z-image": z_image,
+}
 PATTERN = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -185,18 +190,19 @@ def test_names_of_latent_diffusion_are_read_behind_every_prefix(
 
 
 def _as_authors_name_it(network: ModelMixin) -> dict[str, Tensor]:
-    """Weights by the names of the network's authors, put together by the family's table."""
+    """Weights by the names of the network's authors, put together by the family's table; none of norms."""
     weights, found = network.state_dict(), {}
     for name, layer in known_family(network).foreign_layers(network.config).items():
-        if all(f"{one}.weight" in weights for one in layer.layers):
-            whole = torch.cat([weights[f"{one}.weight"] for one in layer.layers])
+        known = [f"{one}.weight" for one in layer.layers]
+        if all(one in weights and weights[one].ndim > 1 for one in known):
+            whole = torch.cat([weights[one] for one in known])
             found[name] = torch.cat(whole.chunk(2)[::-1]) if layer.swaps_halves else whole
     return found
 
 
 @pytest.mark.parametrize("prefix", ["lora_unet_", "diffusion_model.", "base_model.model."])
 @pytest.mark.parametrize("kind", AUTHORS)
-def test_names_of_the_authors_of_sd3_flux_and_chroma_are_read(
+def test_names_of_the_authors_of_sd3_flux_chroma_and_z_image_are_read(
     kind: str, prefix: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     network = AUTHORS[kind]()
