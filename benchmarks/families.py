@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hddm.checkpoints.single_files import file_layouts
 from hddm.condition_names import LABELS
-from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
+from hddm.networks.encoders import CLIP, T5, TextEncoderClass
 from hddm.networks.families import families
 from hddm.networks.families.family import Family, Pipeline, Taken
 
@@ -55,10 +55,10 @@ def prompts_by(family: Family, pipeline: Pipeline) -> str:
     if not pipeline.has_text:
         return "a class" if LABELS in _taken(family).conditions else "none, or a class"
     if pipeline.prompts is not None:
-        kinds: tuple[str, ...] = pipeline.prompts.encoders
+        kinds: tuple[TextEncoderClass, ...] = pipeline.prompts.encoders
     else:
         kinds = (CLIP,) if pipeline.t5_tokens is None else (T5,)
-    return ", ".join(TEXT_ENCODERS[kind].label for kind in kinds)
+    return ", ".join(kind.label for kind in kinds)
 
 
 def _guidance(family: Family, pipeline: Pipeline) -> str:

@@ -118,6 +118,7 @@ def sample_to_folder(
     cfg_channels: int | None = None,
     guidance_interval: tuple[float, float] = (0.0, 1.0),
     guidance_rescale: float = 0.0,
+    guidance_norm: Literal["rows"] | None = None,
     device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto",
     compile: bool = False,

@@ -5,7 +5,7 @@ Torch is imported where tensors are combined, since commands print their help wi
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hddm.utils.errors import HddmError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GuideBy = Literal["condition", "weak"]
+GuidanceNorm = Literal["rows"]
 
 
 def _check_interval(interval: tuple[float, float]) -> tuple[float, float]:
@@ -26,12 +27,20 @@ def _check_interval(interval: tuple[float, float]) -> tuple[float, float]:
 Interval = Annotated[tuple[float, float], AfterValidator(_check_interval)]
 """Two noise levels, 0 <= low <= high <= 1."""
 
+
+def refuse_two_sizes(rescale: float, norm: GuidanceNorm | None) -> None:
+    """Raise a `ValueError` for a guided velocity that is rescaled in two ways."""
+    if rescale and norm:
+        raise ValueError("`guidance_rescale` has no effect with `guidance_norm`; drop one")
+
+
 OPTIONS = {
     "scale": "guidance_scale",
     "by": "guide_by",
     "channels": "cfg_channels",
     "interval": "guidance_interval",
     "rescale": "guidance_rescale",
+    "norm": "guidance_norm",
 }
 """Fields of `Guidance`, and the options that set them (`hddm.settings.SamplingMethod`)."""
 
@@ -42,6 +51,7 @@ class Guidance:
 
         v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
         v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
+        v = |v_c|/|v| v                                            (with ``norm``)
 
     Args:
         scale: 1 for none; with any other v_n is computed too.
@@ -52,9 +62,11 @@ class Guidance:
         interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
         rescale: share of the way back to the standard deviation of v_c, taken over a sample's guided
             numbers; 0 for none. Where v is constant over a sample the result is NaN.
+        norm: the numbers that keep the norm of v_c: each of the ``rows`` of a channel, as in the pipeline of
+            Lumina 2; None for none. Where v is zero along a row the result is NaN.
 
     Raises:
-        pydantic.ValidationError: for numbers outside their ranges.
+        pydantic.ValidationError: for numbers outside their ranges, and for both ``rescale`` and ``norm``.
     """
 
     scale: Annotated[float, Field(allow_inf_nan=False)]
@@ -62,6 +74,12 @@ class Guidance:
     interval: Interval = (0.0, 1.0)
     rescale: Share = 0.0
     by: GuideBy = "condition"
+    norm: GuidanceNorm | None = None
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> "Guidance":
+        refuse_two_sizes(self.rescale, self.norm)
+        return self
 
     @classmethod
     def of(cls, scale: "float | Guidance") -> "Guidance":
@@ -95,5 +113,7 @@ class Guidance:
         if self.rescale:
             ratio = append_dims(v_c.flatten(1).std(1) / guided.flatten(1).std(1), guided.ndim)
             guided = (self.rescale * ratio + 1 - self.rescale) * guided
+        if self.norm == "rows":
+            guided = guided * (v_c.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
         rows = append_dims(sent(acts, guided.device), guided.ndim)
         return torch.cat([torch.where(rows, guided, v_c), conditional[:, count:]], dim=1)

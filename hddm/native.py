@@ -46,10 +46,11 @@ _MULTISTEP = {"dpmsolver++": DPMSolverMultistepScheduler, "unipc": UniPCMultiste
 
 def refuse_guidance(guidance: Guidance, name: NativeName) -> None:
     """Raise an `HddmError` for guidance that a native sampler does not have."""
-    if guidance.by_weak or guidance.rescale or guidance.interval != (0.0, 1.0):
+    is_resized = guidance.rescale or guidance.norm
+    if guidance.by_weak or is_resized or guidance.interval != (0.0, 1.0):
         raise HddmError(
-            f"`native` {name}: has plain guidance by condition alone, not by the weak model, rescaled, or in "
-            "an interval"
+            f"`native` {name}: has plain guidance by condition alone, not by the weak model, rescaled, with "
+            "a norm, or in an interval"
         )
 
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Fiel
 from pydantic.fields import FieldInfo
 
 from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
-from hddm.guidance import Guidance, GuideBy, Interval
+from hddm.guidance import Guidance, GuidanceNorm, GuideBy, Interval, refuse_two_sizes
 from hddm.predictions import PredictionType
 from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
@@ -205,6 +205,13 @@ class SamplingMethod(Described):
     """Noise levels t that are guided."""
     guidance_rescale: Share = 0.0
     """Strength of rescaling to the unguided standard deviation, 0 to 1."""
+    guidance_norm: GuidanceNorm | None = None
+    """Numbers whose unguided norm is kept: rows, as the pipeline of Lumina 2 does."""
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> "SamplingMethod":
+        refuse_two_sizes(self.guidance_rescale, self.guidance_norm)
+        return self
 
     @property
     def guidance(self) -> Guidance:

@@ -32,12 +32,8 @@ from hddm.experts.records import read_router
 from hddm.experts.topics import describe_topic
 from hddm.inspection.folders import inspected
 from hddm.networks.prompts import PipelineText
-from hddm.networks.text_encoder import (
-    embed,
-    read_text_encoder,
-    read_tokenizer,
-    text_encoder_record_of,
-)
+from hddm.networks.text_encoder import embed, read_text_encoder, text_encoder_record_of
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.networks.vae import decode, read_vae, vae_record_of
 from hddm.settings import Conversion
 from hddm.training.expert import train_expert

@@ -37,7 +37,8 @@ from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import Samples, Shard, join_samples, open_shard
 from hddm.experts.records import read_router
 from hddm.experts.topics import topic_of
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
+from hddm.networks.text_encoder import embed, read_text_encoder
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.prompt_router import PromptRouter
 from hddm.routers import given_condition
 from hddm.training.router_accuracy import BINS

@@ -130,12 +130,12 @@ def write_random_clip(folder: Path, symbols: str, tokens: int) -> None:
     words = ["<|startoftext|>", "<|endoftext|>", *symbols]
     words += [f"{symbol}</w>" for symbol in symbols]
     vocabulary = {word: place for place, word in enumerate(words)}
-    tokenizer = getattr(transformers, CLIP_TOKENIZER)(
+    tokenizer = getattr(transformers, CLIP_TOKENIZER.name)(
         vocab=vocabulary, merges=[], model_max_length=tokens
     )
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(0)
-    kind = getattr(transformers, CLIP)
+    kind = getattr(transformers, CLIP.name)
     config = kind.config_class(
         vocab_size=len(words),
         hidden_size=64,

@@ -30,7 +30,8 @@ _TOPICS = {
     "Image size": "resolution height width",
     "Content": "prompts negative_prompt long_prompt clip_skip class_labels conditions",
     "Editing": "init_image strength mask resampling_steps edit_from",
-    "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
+    "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale "
+    "guidance_norm",
     "Features": "features cache save_classifier",
     "Students of few steps": "sampling_steps trajectories",
     "Limits": "max_images max_steps max_pixels max_upload max_queue timeout",

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hddm.checkpoints.sources import KeyTable, Pair, Weights
 from hddm.networks.components import STEM, Held
-from hddm.networks.encoders import CLIP, CLIP_PROJECTED, KL
+from hddm.networks.encoders import CLIP, CLIP_PROJECTED, KL, TextEncoderClass
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
@@ -75,7 +75,7 @@ class _TextEncoderNames:
     is_open_clip: bool
     has_unused: bool = False
     """True if neither its last layer nor its projection is used."""
-    kind: str = CLIP
+    kind: TextEncoderClass = CLIP
 
 
 _ENCODERS = (
@@ -249,7 +249,7 @@ def _text_config(weights: Weights, encoder: _TextEncoderNames, origin: str) -> d
             f"{origin} has the width {width}; CLIP's is a multiple of {_HEAD_WIDTH}, of a head each"
         )
     config = {
-        "architectures": [encoder.kind],
+        "architectures": [encoder.kind.name],
         "model_type": "clip_text_model",
         "vocab_size": words,
         "hidden_size": width,

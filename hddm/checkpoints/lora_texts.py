@@ -22,7 +22,7 @@ from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.records import ExpertRecord
 from hddm.networks.components import read_weights
 from hddm.networks.encoders import ADAPTED, T5
-from hddm.networks.prompts import PipelineText, encoder_classes, several_in, texts_record_of
+from hddm.networks.prompts import PipelineText, encoders_in, several_in, texts_record_of
 from hddm.networks.text_encoder import STEM
 from hddm.utils.errors import HddmError, UsageError, counted, shown
 from hddm.utils.files import read_json, write_json
@@ -137,8 +137,7 @@ def _encoders(expert: Path) -> dict[str, Path]:
     pipeline = several_in(place)
     if pipeline is None:
         return {"text_encoder": place}
-    names = [name for name in encoder_classes(pipeline) if name.startswith("text_encoder")]
-    return {name: place / name for name in names}
+    return {name: place / name for name in encoders_in(pipeline)}
 
 
 def _encoder(
@@ -149,7 +148,7 @@ def _encoder(
     # kohya calls T5 the third one, which Flux has as its second.
     if number == len(names) == 2:
         config = read_json(encoders[names[-1]] / "config.json")
-        if config.get("architectures") == [T5]:
+        if config.get("architectures") == [T5.name]:
             number -= 1
     if number >= len(names):
         has = f"keeps {', '.join(names)}" if names else "keeps no text encoder"

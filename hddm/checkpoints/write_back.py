@@ -30,8 +30,8 @@ from hddm.networks.families.family import Pipeline
 from hddm.networks.families.installed import may_be_added
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import (
-    encoder_classes,
     index_content,
+    parts_in,
     several_in,
     texts_record_of,
     zeros_in,
@@ -230,7 +230,7 @@ def _write_pipeline(
         if inner is None:
             index[name] = put_component(draft, name, folder)
             continue
-        for part in encoder_classes(inner):
+        for part in parts_in(inner):
             put_component(draft, part, folder / part)
         index |= index_content(inner, zeros_in(folder))
     scheduler, notes = _scheduler(record, family.time_factor), []

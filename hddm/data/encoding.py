@@ -42,13 +42,8 @@ from hddm.data.shard_records import (
 from hddm.data.shards import RowLayout, layout_of
 from hddm.networks.encoders import CLIP
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.networks.text_encoder import (
-    cuts,
-    embed,
-    read_text_encoder,
-    read_tokenizer,
-    text_encoder_record_of,
-)
+from hddm.networks.text_encoder import embed, read_text_encoder, text_encoder_record_of
+from hddm.networks.tokenizer import cuts, read_tokenizer
 from hddm.networks.vae import encode, read_vae, scale_of, vae_record_of
 from hddm.settings import EncodingSettings
 from hddm.utils.errors import HddmError, UsageError, an
@@ -319,9 +314,9 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         text_record = text_encoder_record_of(
             text_encoder, words.model_max_length, pad=words.pad_token
         )
-        if text_record.kind != CLIP:
+        if text_record.kind != CLIP.name:
             raise HddmError(
-                f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}"
+                f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP.name}"
             )
         for folder, texts in captions.items():
             cut = len(cuts(words, texts, text_record.tokens))

@@ -332,7 +332,7 @@ def _compare_pipeline(
     remedy = "name the text encoder in a folder of that pipeline, below its model_index.json"
     if other is not None:
         found.differ(folder, f"is read as {other.name} reads it, and {takes}; {remedy}")
-    elif encoder.record.kind == T5:
+    elif encoder.record.kind == T5.name:
         found.note(
             f"{folder}: prompts are read as its tokenizer says, and {takes}, which may read them in lower "
             f"case, or more of them; {remedy}"

@@ -14,7 +14,6 @@ manifest.json            the hashes of all these (`hddm.utils.records`)
 so nothing that a folder says decides which code runs.
 """
 
-import itertools
 import os
 import re
 import shutil
@@ -29,18 +28,19 @@ from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record, write_records
 from hddm.networks.components import MODEL_INDEX, read_config, read_weights
 from hddm.networks.components import STEM as VAE_STEM
-from hddm.networks.encoders import READ_TEXT_ENCODERS, READ_VAES, TOKENIZERS, library_of
+from hddm.networks.encoders import ALONE, READ_VAES, TextEncoderClass, TokenizerClass
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import (
-    encoder_classes,
     index_content,
+    parts_in,
     refuse_other_parts,
     several_in,
     zeros_in,
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
-from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
+from hddm.networks.text_encoder import class_stated, text_encoder_class, text_encoder_config
+from hddm.networks.tokenizer import tokenizer_class
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import (
     alone,
@@ -102,8 +102,8 @@ def _all_components() -> tuple[str, ...]:
     return tuple(names)
 
 
-def _named(kind: str) -> ClassName:
-    return library_of(kind), kind
+def _named(kind: TextEncoderClass | TokenizerClass) -> ClassName:
+    return kind.library, kind.name
 
 
 COMPONENTS = _all_components()
@@ -111,10 +111,10 @@ COMPONENTS = _all_components()
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
     "vae": tuple(("diffusers", name) for name in READ_VAES),
     "text_encoder": (
-        *map(_named, READ_TEXT_ENCODERS),
+        *map(_named, ALONE),
         ("hddm", "PromptEncoders"),
     ),
-    "tokenizer": tuple(map(_named, TOKENIZERS)),
+    "tokenizer": tuple(_named(kind.tokenizer) for kind in ALONE),
 }
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),
@@ -145,7 +145,6 @@ MOMENTS_EVIDENCE = 10.0
 """Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 _TEXT_FILES = (".json", ".jinja", ".txt", ".md")
-_VOCABULARIES = frozenset(itertools.chain.from_iterable(TOKENIZERS.values()))
 
 
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
@@ -357,8 +356,8 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     pipeline = several_in(folder) if kind == "text_encoder" else None
     if pipeline is not None:
         refuse_other_parts(folder, pipeline)
-        for encoder in encoder_classes(pipeline):
-            put_component(target, encoder, folder / encoder, variant)
+        for part in parts_in(pipeline):
+            put_component(target, part, folder / part, variant)
         write_json(target / MODEL_INDEX, index_content(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
     target.mkdir(parents=True)
@@ -370,22 +369,26 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
             for shard in sorted(set(read_json(weights)["weight_map"].values())):
                 link_or_copy(inside(folder, shard), target / shard)
         link_or_copy(weights, target / stored)
+    words = tokenizer_class(folder) if kind == "tokenizer" else None
     for path in sorted(folder.iterdir()):
         is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
-        is_text |= path.name in _VOCABULARIES
+        is_text |= words is not None and path.name in words.files
         # An index may be of other weights.
         is_other = path.name == MANIFEST or ".index." in path.name
         if is_text and not is_other and inside(folder, path.name).is_file():
             link_or_copy(path, target / path.name)
-    if kind == "tokenizer":
-        return _named(tokenizer_class(read_config(folder, "tokenizer_config.json")))
+    if words is not None:
+        return _named(words)
     if kind == "text_encoder":
         # An expert has no index of the pipeline.
         config = text_encoder_config(folder)
         if config != read_config(folder):
             (target / "config.json").unlink()
             write_json(target / "config.json", config)
-        return _named(str(text_encoder_class(config)))
+        encoder = text_encoder_class(config)
+        if encoder is None:
+            raise HddmError(f"{folder}: {class_stated(config)}, which hddm does not read")
+        return _named(encoder)
     return "diffusers", str(read_config(folder)["_class_name"])
 
 

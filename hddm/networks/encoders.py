@@ -1,12 +1,12 @@
 """Classes of VAEs, text encoders and tokenizers that hddm reads, and all that differs between them.
 
-A class is added here alone. torch is not imported with them. How pipelines with several text encoders encode
-prompts is a fact of their families (`hddm.networks.families`).
+torch is not imported with them. A VAE is added here alone; a text encoder here, or in the file of the family
+whose prompts it reads. How pipelines encode prompts is a fact of their families (`hddm.networks.families`).
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PIPELINE = "pipeline"
@@ -59,19 +59,49 @@ def replaced_by(kind: str) -> tuple[str, ...]:
     return VAES[kind].replaces if kind in VAES else ()
 
 
+TRANSFORMERS = "transformers"
+
+
 @dataclass(frozen=True)
-class TextEncoderClass:
-    """One class of text encoders of transformers."""
+class TokenizerClass:
+    """One class of tokenizers. A config may name it with "Fast" at the end."""
 
     name: str
-    tokenizer: str
-    """Class of its tokenizer."""
+    files: tuple[str, ...]
+    """What it reads, which tokenizer.json may replace; without any, it reads that alone."""
+    library: str = TRANSFORMERS
+    """As the index of a pipeline names it: transformers, or a package of ``diffusers.pipelines``."""
+    package: str = ""
+    """What it needs beside the packages of hddm; empty for nothing."""
+    extra: str = ""
+    """The extra of hddm that installs that."""
+    keys: tuple[str, ...] = ()
+    """Keys of its config besides those that all tokenizers have, which name no file and run nothing."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What an index may call it."""
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class TextEncoderClass:
+    """One class of text encoders: how it is built of its files, and what reads its words.
+
+    That of several families, or of a pipeline with nothing else, is in this module. Any other one is in the
+    file of the family whose prompts it reads.
+    """
+
+    name: str
+    tokenizer: TokenizerClass
     layers: str
     """Key of its config that holds its number of layers."""
     sizes: tuple[str, ...]
     """Keys of its config that are read. All others are left out."""
     label: str
     """What messages call it."""
+    library: str = TRANSFORMERS
+    """Where it is, as for a tokenizer."""
     is_masked: bool = False
     """True if the word that pads does not matter: it sees no padding, or its tokenizer's class has one."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -88,154 +118,61 @@ class TextEncoderClass:
     """Keys of its config that change what it computes, with the only values that are read."""
     is_rotary: bool = False
     """True if its places are plain rotary embeddings, whose base its config holds."""
-    reads_chats: bool = False
-    """True if its tokenizer writes a prompt as a turn of a chat (`hddm.networks.chat_template`)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a config or an index may call it."""
+        return (self.name, *self.around)
 
 
-CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
-BERT, CHATGLM, QWEN3 = "BertModel", "ChatGLMModel", "Qwen3Model"
-CLIP_TOKENIZER, T5_TOKENIZER, BERT_TOKENIZER = "CLIPTokenizer", "T5Tokenizer", "BertTokenizer"
-CHATGLM_TOKENIZER, QWEN_TOKENIZER = "ChatGLMTokenizer", "Qwen2Tokenizer"
-TOKENIZERS: Mapping[str, tuple[str, ...]] = {
-    CLIP_TOKENIZER: ("vocab.json", "merges.txt"),
-    T5_TOKENIZER: ("spiece.model",),
-    BERT_TOKENIZER: ("vocab.txt",),
-    CHATGLM_TOKENIZER: ("tokenizer.model",),
-    QWEN_TOKENIZER: ("vocab.json", "merges.txt"),
-}
-"""Files of the classes that read a tokenizer, which tokenizer.json may replace.
-
-A config may name the classes with "Fast" at the end.
-"""
-TRANSFORMERS = "transformers"
-_LIBRARIES: Mapping[str, str] = dict.fromkeys((CHATGLM, CHATGLM_TOKENIZER), "kolors")
-NEEDED_PACKAGES: Mapping[str, tuple[str, str]] = {CHATGLM_TOKENIZER: ("sentencepiece", "kolors")}
-"""The package that a class of tokenizers needs beside those of hddm, with the extra that installs it."""
-
-
-def library_of(kind: str) -> str:
-    """Library of a class of text encoders or tokenizers, as the index of a pipeline names it.
-
-    It is transformers, or a package of ``diffusers.pipelines``.
-    """
-    return _LIBRARIES.get(kind, TRANSFORMERS)
-
-
-_CLIP_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
+_PLACES = "embeddings.position_ids"
+CLIP_TOKENIZER = TokenizerClass("CLIPTokenizer", ("vocab.json", "merges.txt"))
+T5_TOKENIZER = TokenizerClass("T5Tokenizer", ("spiece.model",))
+CLIP = TextEncoderClass(
+    "CLIPTextModel",
+    CLIP_TOKENIZER,
     "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "layer_norm_eps",
-    "projection_dim",
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "hidden_act",
+        "layer_norm_eps",
+        "projection_dim",
+    ),
+    "CLIP",
+    # A constant, and what makes its projected output.
+    unused=(_PLACES, "text_projection.weight"),
+    prefix="text_model.",
+    around=("CLIPTextModelWithProjection",),
 )
-_T5_SIZES = (
-    "vocab_size",
-    "d_model",
-    "d_kv",
-    "d_ff",
+"""It is read without its projection."""
+CLIP_PROJECTED = replace(CLIP, name=CLIP.around[0], around=(CLIP.name,), unused=(_PLACES,))
+"""The same with its projection, which some pipelines need."""
+T5 = TextEncoderClass(
+    "T5EncoderModel",
+    T5_TOKENIZER,
     "num_layers",
-    "num_heads",
-    "layer_norm_epsilon",
-    PIPELINE,
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "feed_forward_proj",
-)
-_BERT_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "hidden_act",
-    "layer_norm_eps",
-)
-_CHATGLM_SIZES = (
-    "padded_vocab_size",
-    "hidden_size",
-    "ffn_hidden_size",
-    "kv_channels",
-    "num_layers",
-    "num_attention_heads",
-    "multi_query_attention",
-    "multi_query_group_num",
-    "layernorm_epsilon",
-    "rmsnorm",
-    "post_layer_norm",
-    "apply_residual_connection_post_layernorm",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "fp32_residual_connection",
-    "original_rope",
-)
-_QWEN3_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "hidden_act",
-    "rms_norm_eps",
-)
-_CLIP_CLASS = TextEncoderClass(
-    CLIP, CLIP_TOKENIZER, "num_hidden_layers", _CLIP_SIZES, "CLIP", prefix="text_model."
-)
-_T5_CLASS = TextEncoderClass(T5, T5_TOKENIZER, "num_layers", _T5_SIZES, "T5", is_masked=True)
-_BERT_CLASS = TextEncoderClass(
-    BERT,
-    BERT_TOKENIZER,
-    "num_hidden_layers",
-    _BERT_SIZES,
-    "BERT",
+    (
+        "vocab_size",
+        "d_model",
+        "d_kv",
+        "d_ff",
+        "num_layers",
+        "num_heads",
+        "layer_norm_epsilon",
+        PIPELINE,
+        "relative_attention_num_buckets",
+        "relative_attention_max_distance",
+        "feed_forward_proj",
+    ),
+    "T5",
     is_masked=True,
-    # What it makes of the first token, which pipelines do not read.
-    options={"add_pooling_layer": False},
-    unused=("pooler.dense.weight", "pooler.dense.bias"),
+    # A second name of its shared.weight.
+    unused=("encoder.embed_tokens.weight",),
 )
-_CHATGLM_CLASS = TextEncoderClass(
-    CHATGLM,
-    CHATGLM_TOKENIZER,
-    "num_layers",
-    _CHATGLM_SIZES,
-    "ChatGLM",
-    is_masked=True,
-    # Otherwise it allocates its tensors, also where torch should not (the device "meta").
-    options={"empty_init": False},
-    divided=("num_attention_heads", "multi_query_group_num"),
-)
-_QWEN3_CLASS = TextEncoderClass(
-    QWEN3,
-    QWEN_TOKENIZER,
-    "num_hidden_layers",
-    _QWEN3_SIZES,
-    "Qwen3",
-    is_masked=True,
-    # What makes words of its states.
-    unused=("lm_head.weight",),
-    prefix="model.",
-    around=("Qwen3ForCausalLM",),
-    assumed={"attention_bias": False, "use_sliding_window": False, "rope_scaling": None},
-    is_rotary=True,
-    reads_chats=True,
-)
-TEXT_ENCODERS: Mapping[str, TextEncoderClass] = {
-    CLIP: _CLIP_CLASS,
-    # Read without its projection, unless a pipeline needs it.
-    CLIP_PROJECTED: _CLIP_CLASS,
-    T5: _T5_CLASS,
-    BERT: _BERT_CLASS,
-    CHATGLM: _CHATGLM_CLASS,
-    **dict.fromkeys((QWEN3, *_QWEN3_CLASS.around), _QWEN3_CLASS),
-}
-"""The class that reads a text encoder, by the class that its config names."""
-READ_TEXT_ENCODERS = (CLIP, T5)
-"""Classes by which a text encoder is read that is a pipeline's only one."""
+ALONE = (CLIP, T5)
+"""Text encoders that a pipeline can have as its only one."""

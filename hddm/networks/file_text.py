@@ -21,15 +21,15 @@ from torch import Tensor
 from hddm.networks.components import MODEL_INDEX, Held
 from hddm.networks.encoders import CLIP_TOKENIZER
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
-from hddm.networks.prompts import encoder_classes, index_content, joint_record
+from hddm.networks.prompts import encoders_in, index_content, joint_record, tokenizer_of
 from hddm.networks.text_encoder import (
     END_OF_TEXT,
     ZERO_WORD,
     embed,
     read_text_encoder,
-    read_tokenizer,
     text_encoder_record_of,
 )
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.files import write_json
 
@@ -151,7 +151,7 @@ class FileText:
         """Identity of the encoders; None without any."""
         if not self.encoders:
             return None
-        kinds = {} if self.pipeline is None else encoder_classes(self.pipeline)
+        kinds = {} if self.pipeline is None else encoders_in(self.pipeline)
         records = []
         for name, tokenizer in self._tokenizers.items():
             limit = tokenizer.model_max_length
@@ -168,8 +168,7 @@ class FileText:
         parts: dict[str, Held | HeldTokenizer] = {}
         for name in self.encoders:
             parts[name] = self._encoder(name)
-            words = name.replace("text_encoder", "tokenizer")
-            parts[words] = HeldTokenizer(self._tokenizers[name])
+            parts[tokenizer_of(name)] = HeldTokenizer(self._tokenizers[name])
         if not parts or self.pipeline is None:
             return dict(parts)
         return {"text_encoder": HeldPrompts(self.pipeline, parts)}
@@ -190,10 +189,10 @@ def _clip_tokenizer(folder: Path | None, origin: Path) -> Any:
     """CLIP's tokenizer in ``folder``, by default of open-clip-torch; `Unstated` where that is not there."""
     if folder is not None:
         tokenizer = read_tokenizer(folder)
-        if not type(tokenizer).__name__.startswith(CLIP_TOKENIZER):
+        if not type(tokenizer).__name__.startswith(CLIP_TOKENIZER.name):
             raise HddmError(
                 f"`tokenizer`: {folder} holds a {type(tokenizer).__name__}, and the text encoders of "
-                f"{origin} take a {CLIP_TOKENIZER}"
+                f"{origin} take a {CLIP_TOKENIZER.name}"
             )
         return tokenizer
     file = _open_clip_file()
@@ -235,6 +234,6 @@ def _write_vocabulary(file: Path, folder: Path) -> None:
         json.dumps({word: number for number, word in enumerate(words)}), encoding="utf-8"
     )
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
-    stated = {"tokenizer_class": CLIP_TOKENIZER, "model_max_length": _TOKENS}
+    stated = {"tokenizer_class": CLIP_TOKENIZER.name, "model_max_length": _TOKENS}
     marks = {"bos_token": _BEGIN, "eos_token": _END, "unk_token": _END, "pad_token": _END}
     write_json(folder / "tokenizer_config.json", stated | marks)

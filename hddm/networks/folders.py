@@ -102,6 +102,8 @@ def empty_network(
             f"{origin}: no network can be built from it ({one_line(error, 300)})"
         ) from error
     family = family_of(kind)
+    if family is not None:
+        family.complete(network)
     computed = family.computed if family else ()
     for name, _ in network.named_buffers():
         if name not in (*computed, *network.state_dict()):

@@ -28,7 +28,7 @@ from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.chat_template import has_template
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
-from hddm.networks.encoders import CLIP, READ_TEXT_ENCODERS, T5, TEXT_ENCODERS, library_of
+from hddm.networks.encoders import ALONE, T5, TextEncoderClass, TokenizerClass
 from hddm.networks.families import Family, pipelines
 from hddm.networks.families.family import Prompts
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
@@ -39,20 +39,17 @@ from hddm.networks.text_encoder import (
     Embedded,
     checked_embedding,
     class_stated,
-    cuts,
     embed,
     mean_of_text,
-    padding_of,
     quiet,
     read_text_encoder,
-    read_tokenizer,
     refuse_for_others,
-    refuse_half_characters,
     refuse_other_words,
     text_encoder_class,
     text_encoder_record_of,
     unread_text_encoder,
 )
+from hddm.networks.tokenizer import cuts, padding_of, read_tokenizer, refuse_half_characters
 from hddm.utils.errors import HddmError, UsageError, an, in_words, one_line
 from hddm.utils.files import inside, read_json, write_json
 from hddm.utils.tensors import append_dims
@@ -68,13 +65,25 @@ def prompts_of(pipeline: str) -> Prompts:
     return prompts
 
 
-def encoder_classes(pipeline: str) -> dict[str, str]:
-    """Class of each part of a pipeline's folder of prompts, by its name there."""
+def encoders_in(pipeline: str) -> dict[str, TextEncoderClass]:
+    """The text encoders of a pipeline's folder of prompts, by their names there."""
     found = {}
     for number, kind in enumerate(prompts_of(pipeline).encoders):
-        end = f"_{number + 1}" if number else ""
-        found[f"text_encoder{end}"] = kind
-        found[f"tokenizer{end}"] = TEXT_ENCODERS[kind].tokenizer
+        found[f"text_encoder_{number + 1}" if number else "text_encoder"] = kind
+    return found
+
+
+def tokenizer_of(encoder: str) -> str:
+    """Name of the tokenizer of a text encoder, by the name of that: ``tokenizer_2`` of ``text_encoder_2``."""
+    return encoder.replace("text_encoder", "tokenizer")
+
+
+def parts_in(pipeline: str) -> dict[str, TextEncoderClass | TokenizerClass]:
+    """Text encoders and tokenizers of a pipeline's folder of prompts, each by its name there."""
+    found: dict[str, TextEncoderClass | TokenizerClass] = {}
+    for name, kind in encoders_in(pipeline).items():
+        found[name] = kind
+        found[tokenizer_of(name)] = kind.tokenizer
     return found
 
 
@@ -104,38 +113,34 @@ def refuse_without_tokenizer(text_encoder: Path | None, tokenizer: Path | None) 
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
     """Raise an `HddmError` that names a text encoder or tokenizer which is missing or of another class."""
-    parts = encoder_classes(pipeline)
-    for name, kind in parts.items():
-        stated = read_config(folder, MODEL_INDEX).get(name)
-        if (
-            not isinstance(stated, list)
-            or len(stated) != 2
-            or str(stated[1]).removesuffix("Fast") not in (kind, *_around(kind))
-        ):
+    writes_chats = prompts_of(pipeline).writes_chats
+    index = read_config(folder, MODEL_INDEX)
+    for name, kind in parts_in(pipeline).items():
+        stated = index.get(name)
+        named = stated[1] if isinstance(stated, list) and len(stated) == 2 else ""
+        if str(named).removesuffix("Fast") not in kind.names:
             found = "missing" if stated is None else one_line(stated, 60)
-            raise HddmError(f"{folder / MODEL_INDEX}: {name} is {found}, and must be {an(kind)}")
+            raise HddmError(
+                f"{folder / MODEL_INDEX}: {name} is {found}, and must be {an(kind.name)}"
+            )
         place = inside(folder, name)
-        if name.startswith("tokenizer"):
+        if isinstance(kind, TokenizerClass):
             words = read_config(place, "tokenizer_config.json")
-            encoder = parts[name.replace("tokenizer", "text_encoder")]
-            if not has_template(place, words) and TEXT_ENCODERS[encoder].reads_chats:
+            if writes_chats and not has_template(place, words):
                 raise HddmError(
                     f"{place}: has no chat template, which says how prompts are written; fetch "
                     "tokenizer_config.json anew"
                 )
-        elif text_encoder_class(read_config(place)) != TEXT_ENCODERS[kind].name:
-            raise HddmError(f"{place}/config.json: is of no {kind}")
-
-
-def _around(kind: str) -> tuple[str, ...]:
-    """Classes of larger models around a text encoder of class ``kind``; none for a tokenizer."""
-    return TEXT_ENCODERS[kind].around if kind in TEXT_ENCODERS else ()
+            continue
+        own = text_encoder_class(read_config(place))
+        if own is None or own.name not in kind.names:
+            raise HddmError(f"{place}/config.json: is of no {kind.name}")
 
 
 class PromptEncoders(nn.Module):
     """The text encoders and tokenizers of a ``pipeline`` whose family has `Prompts`.
 
-    ``parts`` are named as in `encoder_classes`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
+    ``parts`` are named as in `parts_in`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
     """
 
     def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool) -> None:
@@ -181,19 +186,21 @@ class PromptEncoders(nn.Module):
         if not reading.is_plain:
             return self._embed_by(reading, texts, is_negative)
         # Several CLIPs cut alike.
-        readers = dict(zip(family.encoders, self.tokenizers.values(), strict=True))
-        by_label = {TEXT_ENCODERS[kind].label: kind for kind in readers}
+        names = [kind.name for kind in family.encoders]
+        readers = dict(zip(names, self.tokenizers.values(), strict=True))
+        by_label = {kind.label: kind for kind in family.encoders}
         for label, kind in by_label.items() if warns else ():
-            words, limit = readers[kind], family.length(kind)
-            written = family.written(words, texts)
+            words, limit = readers[kind.name], family.length(kind)
+            written = family.written(words, texts, is_negative)
             for _, cut in cuts(words, written, words.model_max_length if limit is None else limit):
                 text = f"{label}: {cut}" if family.other_readers else cut + READS_ALL
                 warnings.warn(text, UserWarning, stacklevel=2)
         for encoder, words in zip(self.encoders.values(), self.tokenizers.values(), strict=True):
-            tokens = words(family.written(words, texts), verbose=False).input_ids
+            written = family.written(words, texts, is_negative)
+            tokens = words(written, verbose=False).input_ids
             refuse_other_words(max(max(ids, default=0) for ids in tokens), encoder)
         with quiet():
-            conditions = family.encode(self._pipe, texts, self.device)
+            conditions = family.encode(self._pipe, texts, self.device, is_negative)
         return self._embedded(conditions, texts, is_negative)
 
     def _embed_by(
@@ -202,7 +209,7 @@ class PromptEncoders(nn.Module):
         """As `embed`, of CLIPs whose states before the last layer lie side by side."""
         found = []
         for name, encoder in self.encoders.items():
-            words = self.tokenizers[name.replace("text_encoder", "tokenizer")]
+            words = self.tokenizers[tokenizer_of(name)]
             found.append(read_states(encoder, words, texts, reading, layer=1, norm=False))
         tokens = torch.cat([one.hidden for one in found], -1)
         vectors = found[-1].first[0].view(len(texts), reading.chunks, -1)
@@ -232,7 +239,7 @@ class PromptEncoders(nn.Module):
 def index_content(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
     """What ``model_index.json`` says of a pipeline's prompts."""
     own = {ZEROS: empty_is_zero} if prompts_of(pipeline).has_zeros_key else {}
-    classes = {name: [library_of(kind), kind] for name, kind in encoder_classes(pipeline).items()}
+    classes = {name: [kind.library, kind.name] for name, kind in parts_in(pipeline).items()}
     return {"_class_name": pipeline, **own, **classes}
 
 
@@ -252,11 +259,10 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         return read_text_encoder(folder, dtype)
     refuse_other_parts(folder, pipeline)
     parts: dict[str, Any] = {}
-    for name, kind in encoder_classes(pipeline).items():
-        if name.startswith("tokenizer"):
-            parts[name] = read_tokenizer(folder / name)
-        else:
-            parts[name] = read_text_encoder(folder / name, dtype, kind=kind)
+    for name, kind in encoders_in(pipeline).items():
+        parts[name] = read_text_encoder(folder / name, dtype, kind=kind)
+        words = tokenizer_of(name)
+        parts[words] = read_tokenizer(folder / words, prompts_of(pipeline).writes_chats)
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
@@ -273,12 +279,11 @@ def texts_record_of(
         return text_encoder_record_of(folder, words.model_max_length, variant, pad=words.pad_token)
     refuse_other_parts(folder, pipeline)
     records = []
-    for name, kind in encoder_classes(pipeline).items():
-        if not name.startswith("tokenizer"):
-            words = folder / name.replace("text_encoder", "tokenizer")
-            limit = read_config(words, "tokenizer_config.json").get("model_max_length")
-            pad = padding_of(words)
-            records.append(text_encoder_record_of(folder / name, limit, variant, kind, pad))
+    for name, kind in encoders_in(pipeline).items():
+        words = folder / tokenizer_of(name)
+        limit = read_config(words, "tokenizer_config.json").get("model_max_length")
+        pad = padding_of(words)
+        records.append(text_encoder_record_of(folder / name, limit, variant, kind, pad))
     return joint_record(pipeline, records, zeros_in(folder))
 
 
@@ -322,8 +327,9 @@ class PipelineText:
             return f"its {MODEL_INDEX} names no class (_class_name); hddm can encode prompts of {known}"
         if pipeline is None and name not in (None, *encoded):
             return f"{one_line(name, 60)} is no class whose prompts hddm can encode (those are {known})"
-        if pipeline is None and text_encoder_class(config) not in READ_TEXT_ENCODERS:
-            return f"the one beside {class_stated(config)}, not {an(CLIP)} or {an(T5)}"
+        if pipeline is None and text_encoder_class(config) not in ALONE:
+            names = " or ".join(an(kind.name) for kind in ALONE)
+            return f"the one beside {class_stated(config)}, not {names}"
         if pipeline is None and find_weights(encoder, STEM, self.variant) is None:
             return f"there is no text_encoder/{STEM}.safetensors beside"
         inside(self.folder, "tokenizer")
@@ -341,9 +347,8 @@ class PipelineText:
         """Weights files that are missing in the folders of a pipeline's several text encoders."""
         assert self.folder is not None
         lost = []
-        for name in encoder_classes(pipeline):
-            is_encoder = not name.startswith("tokenizer")
-            if is_encoder and find_weights(self.folder / name, STEM, self.variant) is None:
+        for name in encoders_in(pipeline):
+            if find_weights(self.folder / name, STEM, self.variant) is None:
                 lost.append(f"{name}/{STEM}.safetensors")
         return lost
 

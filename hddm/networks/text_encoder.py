@@ -1,11 +1,10 @@
-"""Text encoders and their tokenizers, which turn prompts into tokens (`hddm.networks.encoders`).
+"""Text encoders, which turn the words of a prompt into tokens (`hddm.networks.encoders`).
 
-All are read from local files that are checked before transformers opens them.
+They are read from local files that are checked before transformers opens them.
 """
 
 import contextlib
 import hashlib
-import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,168 +16,39 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.chat_template import TEMPLATE, has_template
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import Held, class_in, read_config, read_weights
-from hddm.networks.encoders import (
-    ADAPTED,
-    CLIP,
-    CLIP_PROJECTED,
-    CLIP_TOKENIZER,
-    NEEDED_PACKAGES,
-    PIPELINE,
-    READ_TEXT_ENCODERS,
-    T5,
-    TEXT_ENCODERS,
-    TOKENIZERS,
-    TRANSFORMERS,
-    TextEncoderClass,
-    library_of,
-)
-from hddm.networks.families import pipelines
+from hddm.networks.encoders import ADAPTED, ALONE, CLIP, PIPELINE, T5, TextEncoderClass
+from hddm.networks.families import pipelines, text_encoders
 from hddm.networks.families.family import Pipeline
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, fingerprint
-from hddm.utils.errors import HddmError, an, did_you_mean, in_words, one_line, optional
-from hddm.utils.files import inside
+from hddm.networks.tokenizer import cuts, imported, refuse_half_characters, tokenized
+from hddm.utils.errors import HddmError, an, in_words, one_line
 from hddm.utils.tensors import refuse_non_finite
 
 STEM = "model"
 T5_TOKENS = 300
 """Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
-# The loader hands every key of both files to the class, and some name files or positional arguments.
-_KEYS = {
-    *("__type", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend"),
-    *("bos_token", "clean_up_tokenization_spaces", "do_lower_case", "eos_token", "errors"),
-    *("extra_special_tokens", "is_local", "local_files_only", "max_length", "model_input_names"),
-    *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token", "pad_token_type_id"),
-    *(
-        "padding_side",
-        "processor_class",
-        "special_tokens_map_file",
-        "split_special_tokens",
-        "stride",
-    ),
-    *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
-    *("extra_ids", "legacy", "sp_model_kwargs"),
-    *("cls_token", "do_basic_tokenize", "mask_token", "never_split", "sep_token", "strip_accents"),
-    *("tokenize_chinese_chars", "encode_special_tokens", "remove_space"),
-    *("add_bos_token", "chat_template"),
-}
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
-_SPECIAL_KEYS = {
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-    *_LISTS,
-}
-MOST_ADDED = 1000
-"""Tokens that a tokenizer adds to its vocabulary at most; T5 adds 100."""
-_INPUTS = ("input_ids", "attention_mask")
 _VOCABULARY = 49408
 ZERO_WORD = "!"
 """The word 0 of CLIP's vocabulary, with which open_clip pads."""
 END_OF_TEXT = "<|endoftext|>"
-# Constants, T5's second name for its shared.weight, and what makes CLIP's projected output.
-_UNUSED = ("embeddings.position_ids", "encoder.embed_tokens.weight", "text_projection.weight")
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or the files of its class (`TOKENIZERS`).
-
-    Raises `HddmError` for missing files, entries that leave the folder, another class, a key of the config or
-    the special tokens that is not known to be harmless, a chat template that is not known, and files that
-    make no tokenizer.
-    """
-    settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    if not settings.exists() and (folder / "tokenizer" / settings.name).exists():
-        raise HddmError(f"{folder}: is no tokenizer's folder; name {folder / 'tokenizer'}")
-    config = read_config(folder, settings.name)
-    known = " or ".join(map(an, TOKENIZERS))
-    if config.get("tokenizer_class", "") is None:
-        raise HddmError(f"{settings}: names no class (tokenizer_class), of {known}")
-    if (kind := tokenizer_class(config)) not in TOKENIZERS:
-        raise HddmError(f"{settings}: holds {an(one_line(kind, 60))}, not {known}")
-    # All folders below: chat templates are read from one.
-    for entry in folder.rglob("*"):
-        inside(folder, entry.relative_to(folder).as_posix())
-    tokens = read_config(folder, special.name) if special.exists() else {}
-    _refuse_many(folder, config, tokens)
-    for path, keys, allowed in ((settings, config, _KEYS), (special, tokens, _SPECIAL_KEYS)):
-        for key in keys:
-            if key not in allowed:
-                hint = did_you_mean(key, allowed)
-                raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
-    is_chat = has_template(folder, config)
-    missing = [name for name in TOKENIZERS[kind] if not (folder / name).is_file()]
-    # Without any of these, the class makes a tokenizer of three words.
-    if missing and not (folder / "tokenizer.json").is_file():
-        raise HddmError(
-            f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them"
-        )
-    if kind in NEEDED_PACKAGES:
-        package, extra = NEEDED_PACKAGES[kind]
-        optional(package, f"{folder}: {an(kind)}", extra)
-    try:
-        tokenizer = _class_called(kind).from_pretrained(str(folder), local_files_only=True)
-        if is_chat:
-            tokenizer.chat_template = TEMPLATE
-        # It keeps settings of any kind, and fails on them at the first prompt.
-        cuts(tokenizer, ["a"], length=2)
-        found = _tokenized(tokenizer, ["a"], 2)
-    except Exception as error:  # it may raise anything for broken files
-        reason = one_line(error, 300)
-        raise HddmError(f"{folder}: its files do not make a tokenizer ({reason})") from error
-    if missing := [name for name in _INPUTS if name not in found]:
-        stated = one_line(config.get("model_input_names"), 60)
-        raise HddmError(
-            f"{settings}: model_input_names is {stated}, without {missing[0]}; delete it there"
-        )
-    return tokenizer
-
-
-def _class_called(kind: str) -> Any:
-    """The class of a text encoder or tokenizer; its library is imported here, which takes seconds."""
-    library = library_of(kind)
-    place = library if library == TRANSFORMERS else f"diffusers.pipelines.{library}"
-    with warnings.catch_warnings():
-        # Of torch, for what diffusers' ChatGLM does on import.
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
-        return getattr(importlib.import_module(place), kind)
-
-
-def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
-    """Refuse very many tokens beside the vocabulary: adding them takes time that grows as their square."""
-    lists = [config.get(key) for key in _LISTS]
-    lists += [special.get(key) for key in _LISTS]
-    lists.append(config.get("added_tokens_decoder"))
-    for name, key in (("added_tokens.json", None), ("tokenizer.json", "added_tokens")):
-        if (folder / name).exists():
-            content = read_config(folder, name)
-            lists.append(content if key is None else content.get(key))
-    number = sum(len(one) for one in lists if isinstance(one, list | dict))
-    extra = config.get("extra_ids")
-    if isinstance(extra, int):
-        if extra < 0:
-            raise HddmError(
-                f"{folder}: extra_ids of its tokenizer_config.json is {extra}; set 0 or more there"
-            )
-        number += extra
-    if number > MOST_ADDED:
-        text = f"adds {number:,} tokens to its vocabulary, of {MOST_ADDED:,} at most"
-        raise HddmError(f"{folder}: {text}; delete those that no prompt needs")
 
 
 def read_text_encoder(
     place: Path | Held,
     dtype: torch.dtype = torch.float32,
     variant: str | None = None,
-    kind: str | None = None,
+    kind: TextEncoderClass | None = None,
 ) -> Any:
     """Read the text encoder in a folder or file, in evaluation mode: CLIP, T5, or another by its ``kind``.
 
     Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
-    projection, which is used with the ``kind`` `CLIP_PROJECTED`; by default the kind is the config's, without
-    projection. The file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
-    or leaves the folder, another class, and tensors that are missing, left over, misshapen or not finite.
+    projection, which is used with the ``kind`` `hddm.networks.encoders.CLIP_PROJECTED`; by default the kind
+    is the config's, without projection. The file of ``variant`` is preferred. Raises `HddmError` for a file
+    that is missing or leaves the folder, another class, and tensors that are missing, left over, misshapen or
+    not finite.
     """
     empty, weights, path = _open(place, variant, kind)
     refuse_non_finite(path, weights)
@@ -203,7 +73,7 @@ def text_encoder_record_of(
     place: Path | Held,
     tokens: object,
     variant: str | None = None,
-    kind: str | None = None,
+    kind: TextEncoderClass | None = None,
     pad: str | None = None,
 ) -> TextEncoderRecord:
     """Identity of the text encoder in ``place``, read as ``kind``; raises as `read_text_encoder`.
@@ -238,20 +108,7 @@ def _usual_padding(model: Any) -> str | None:
 
 
 def _class_of(model: Any) -> TextEncoderClass:
-    return TEXT_ENCODERS[type(model).__name__]
-
-
-def padding_of(tokenizer: Path) -> str | None:
-    """The word that the tokenizer in a folder pads with, by its files; None where they do not say."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if not (tokenizer / name).exists():
-            continue
-        stated = read_config(tokenizer, name).get("pad_token")
-        if isinstance(stated, Mapping):
-            stated = stated.get("content")
-        if isinstance(stated, str):
-            return stated
-    return None
+    return text_encoders()[type(model).__name__]
 
 
 def unread_text_encoder(folder: Path, reason: str, variant: str | None = None) -> UnreadTextEncoder:
@@ -261,7 +118,7 @@ def unread_text_encoder(folder: Path, reason: str, variant: str | None = None) -
         named = read_config(folder).get("architectures")
     with contextlib.suppress(HddmError):
         _, stored = read_weights(folder, STEM, variant)
-        prefix = TEXT_ENCODERS[CLIP].prefix
+        prefix = CLIP.prefix
         found = fingerprint({key.removeprefix(prefix): one for key, one in stored.items()})
     kind = named[0] if isinstance(named, list) and len(named) == 1 else named
     return UnreadTextEncoder(
@@ -315,8 +172,8 @@ def embed(
     hint = "" if hasattr(text_encoder, "shared") else READS_ALL
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut + hint, UserWarning, stacklevel=2)
-    tokenized = _tokenized(tokenizer, prompts, length)
-    ids, mask = tokenized["input_ids"], tokenized["attention_mask"]
+    words = tokenized(tokenizer, prompts, length)
+    ids, mask = words["input_ids"], words["attention_mask"]
     refuse_other_words(int(ids.max()), text_encoder)
     is_clip, device = not hasattr(text_encoder, "shared"), text_encoder.device
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
@@ -344,13 +201,13 @@ def _embed_by(
     return checked_embedding(Embedded({TEXT: states.hidden}, pooled))
 
 
-def refuse_for_others(reading: PromptReading, kinds: Sequence[str]) -> None:
+def refuse_for_others(reading: PromptReading, kinds: Sequence[TextEncoderClass]) -> None:
     """Raise an `HddmError` for a ``reading`` other than the plain one, which only CLIP has.
 
     ``kinds`` are the classes of the other text encoders.
     """
     name = "clip_skip" if reading.clip_skip else "long_prompt"
-    readers = in_words([TEXT_ENCODERS[kind].label for kind in kinds])
+    readers = in_words([kind.label for kind in kinds])
     raise HddmError(
         f"`{name}`: is for networks of CLIP alone, and this one reads prompts by {readers}; drop it"
     )
@@ -377,47 +234,12 @@ def mean_of_text(tokens: Tensor, mask: Tensor) -> Tensor:
     return (tokens * weights).sum(1) / weights.sum(1)
 
 
-def _tokenized(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
-    """Inputs of an encoder by name, each (N, length)."""
-    return tokenizer(
-        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    )
-
-
 def checked_embedding(embedded: Embedded) -> Embedded:
     """The same encoded prompts; `HddmError` for hidden states or vectors with NaN or Inf."""
     for name, one in (("tokens", embedded.tokens), ("vectors of prompts", embedded.pooled)):
         if not one.isfinite().all():
             raise HddmError(f"the text encoder's {name} hold NaN or Inf; run it in float32")
     return embedded
-
-
-def refuse_half_characters(text: str, name: str) -> None:
-    """Raise an `HddmError`, beginning with ``name``, for a text that is no Unicode: no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise HddmError(
-            f"{name}: has half a character ({half}), as of a broken encoding; write it anew"
-        ) from error
-
-
-def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
-    """Indices of the ``prompts`` of more than ``length`` tokens; warns of what each loses."""
-    tokens: list[list[int]] = tokenizer(list(prompts), verbose=False).input_ids
-    marks, found = tokenizer.special_tokens_map, []
-    ends = [marks[name] for name in ("eos_token", "sep_token") if name in marks]
-    for index, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
-        if len(ids) > length:
-            # The last token may be the end, which a prompt that is cut keeps.
-            has_end = tokenizer.convert_ids_to_tokens(ids[-1]) in ends
-            cut = tokenizer.decode(ids[length - 1 : -1] if has_end else ids[length:])
-            warning = (
-                f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
-            )
-            found.append((index, warning))
-    return found
 
 
 def prompt_length(limit: object, config: Any) -> int:
@@ -439,11 +261,6 @@ def _pipeline_of_t5(config: Any) -> Pipeline | None:
     return pipelines().get(str(getattr(config, PIPELINE, "")))
 
 
-def tokenizer_class(config: Mapping[str, Any]) -> str:
-    """Class that reads the tokenizer of a config, known (`TOKENIZERS`) or not."""
-    return str(config.get("tokenizer_class", CLIP_TOKENIZER)).removesuffix("Fast")
-
-
 def text_encoder_config(folder: Path) -> dict[str, Any]:
     """Config of a text encoder; the one T5 of a pipeline has, or gets, the key `PIPELINE`."""
     config = read_config(folder)
@@ -452,11 +269,11 @@ def text_encoder_config(folder: Path) -> dict[str, Any]:
     return config if known is None or known.t5_tokens is None else config | {PIPELINE: pipeline}
 
 
-def text_encoder_class(config: Mapping[str, Any]) -> str | None:
+def text_encoder_class(config: Mapping[str, Any]) -> TextEncoderClass | None:
     """Class that reads the text encoder of a config; None for one that hddm does not know."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 else None
-    return TEXT_ENCODERS[name].name if isinstance(name, str) and name in TEXT_ENCODERS else None
+    return text_encoders().get(name) if isinstance(name, str) else None
 
 
 def class_stated(config: Mapping[str, Any]) -> str:
@@ -466,26 +283,26 @@ def class_stated(config: Mapping[str, Any]) -> str:
 
 
 def _open(
-    place: Path | Held, variant: str | None, wanted: str | None = None
+    place: Path | Held, variant: str | None, wanted: TextEncoderClass | None = None
 ) -> tuple[Any, dict[str, Tensor], Path]:
     """The empty encoder in ``place``, its tensors without the prefix, and the weights file."""
     if isinstance(place, Held):
         origin, config = place.path, dict(place.config)
     else:
         origin, config = place / "config.json", text_encoder_config(place)
-    kind = text_encoder_class(config)
-    allowed = READ_TEXT_ENCODERS if wanted is None else (wanted,)
-    if kind is None or kind not in {TEXT_ENCODERS[one].name for one in allowed}:
-        raise HddmError(f"{origin}: {class_stated(config)}, not {' or '.join(map(an, allowed))}")
+    allowed = ALONE if wanted is None else (wanted,)
+    stated = text_encoder_class(config)
+    known = next((one for one in allowed if stated is not None and stated.name in one.names), None)
+    if known is None:
+        names = " or ".join(an(one.name) for one in allowed)
+        raise HddmError(f"{origin}: {class_stated(config)}, not {names}")
     if isinstance(place, Held):
         path, stored = place.path, place.weights
     else:
         path, stored = read_weights(place, STEM, variant)
-    constant = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
-    known, layers = TEXT_ENCODERS[kind], config.get(TEXT_ENCODERS[kind].layers)
-    unused = (*constant, *known.unused)
+    layers = config.get(known.layers)
     weights = {key.removeprefix(known.prefix): value for key, value in stored.items()}
-    weights = {key: value for key, value in weights.items() if key not in unused}
+    weights = {key: value for key, value in weights.items() if key not in known.unused}
     # Modules cost time and memory even on the meta device.
     if not isinstance(layers, int) or layers > len(weights):
         raise HddmError(
@@ -493,7 +310,7 @@ def _open(
         )
     sizes = {key: config[key] for key in known.sizes if key in config}
     others = _assumed(known, config, origin)
-    owner = _class_called(CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
+    owner = imported(known)
     try:
         for key, one in sizes.items():
             if isinstance(one, int) and not isinstance(one, bool) and one < 1:
@@ -502,7 +319,7 @@ def _open(
             whole, part = (sizes.get(key, 1) for key in known.divided)
             if whole % part:
                 raise ValueError(f"{known.divided[0]} is {whole}, not divided by {part}")
-        if kind == CLIP:
+        if CLIP.name in known.names:
             # The end chooses the pooled output, which fails without one; CLIP's is the last of its words.
             end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)
             end = end if type(end) is int and 0 <= end < words else words - 1
@@ -514,7 +331,7 @@ def _open(
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(known.prefix): value for key, value in model.state_dict().items()}
     refuse_other_tensors(
-        {key: one for key, one in expected.items() if key not in unused}, weights, path
+        {key: one for key, one in expected.items() if key not in known.unused}, weights, path
     )
     return model, weights, path
 

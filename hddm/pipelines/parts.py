@@ -23,7 +23,7 @@ from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import size_of
 from hddm.networks.prompts import read_texts
-from hddm.networks.text_encoder import read_tokenizer
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.networks.vae import read_vae
 from hddm.utils.errors import HddmError, choose
 

@@ -18,7 +18,8 @@ from hddm.experts.ensemble_folders import whole_components
 from hddm.experts.expert import open_expert
 from hddm.inspection.models import inspect_model
 from hddm.networks.prompts import texts_record_of
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
+from hddm.networks.text_encoder import embed, read_text_encoder
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.settings import Conversion
 from hddm.utils.errors import UsageError
 from tests.artefacts import Command

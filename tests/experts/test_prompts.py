@@ -14,7 +14,8 @@ from diffusers import DDIMScheduler
 import hddm
 from hddm.experts.assembly import assemble, change
 from hddm.experts.topics import describe_topic, topic_of
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
+from hddm.networks.text_encoder import embed, read_text_encoder
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.prompt_router import SPREAD, PromptRouter, Topic
 from hddm.utils.errors import HddmError

@@ -19,7 +19,7 @@ from hddm.ensemble import Ensemble
 from hddm.guidance import Guidance
 from hddm.noise import Seeded
 from hddm.sampling import integrate, sample, time_grid
-from hddm.settings import Conversion
+from hddm.settings import Conversion, SampleSettings
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import refusal
@@ -62,6 +62,31 @@ def test_rescaling_is_that_of_its_paper_over_what_is_guided(
             row[:count], rescale * rescaled + (1 - rescale) * cfg, rtol=1e-12
         )
         np.testing.assert_array_equal(row[count:], positive[count:])
+
+
+@pytest.mark.parametrize("channels", [None, 3])
+def test_a_norm_by_rows_is_that_of_the_pipeline_of_lumina_2_over_what_is_guided(
+    channels: int | None,
+) -> None:
+    v_c, v_n = _velocities()
+    found = Guidance(5.0, channels, norm="rows").combine(v_c, v_n, EVERYWHERE).numpy()
+    count = channels or SHAPE[0]
+    for row, positive, negative in zip(found, v_c.numpy(), v_n.numpy(), strict=True):
+        for place in range(SHAPE[0]):
+            if place >= count:
+                np.testing.assert_array_equal(row[place], positive[place])
+                continue
+            for line, pos, neg in zip(row[place], positive[place], negative[place], strict=True):
+                cfg = neg + 5.0 * (pos - neg)
+                kept = cfg * (np.linalg.norm(pos) / np.linalg.norm(cfg))
+                np.testing.assert_allclose(line, kept, rtol=1e-12)
+
+
+def test_a_norm_and_rescaling_together_are_refused() -> None:
+    with pytest.raises(ValidationError, match="no effect with `guidance_norm`"):
+        Guidance(5.0, rescale=0.5, norm="rows")
+    with pytest.raises(ValidationError, match="no effect with `guidance_norm`"):
+        SampleSettings(guidance_scale=5.0, guidance_rescale=0.5, guidance_norm="rows")
 
 
 def _field(network: ConditionSum) -> VelocityField:
@@ -219,6 +244,7 @@ def test_what_one_side_lacks_is_named(
         {"interval": (0.5, math.nan)},
         {"rescale": math.nan},
         {"by": "wek"},
+        {"norm": "columns"},
     ],
     ids=str,
 )

@@ -13,12 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from hddm.networks.components import read_config
 from hddm.networks.prompts import PipelineText
-from hddm.networks.text_encoder import (
-    embed,
-    read_text_encoder,
-    read_tokenizer,
-    text_encoder_record_of,
-)
+from hddm.networks.text_encoder import embed, read_text_encoder, text_encoder_record_of
+from hddm.networks.tokenizer import read_tokenizer
 from tests.artefacts import edit_json, refusal
 from tests.component_files import write_clip, write_t5, write_tokenizer
 

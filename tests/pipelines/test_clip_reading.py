@@ -9,7 +9,8 @@ from PIL import Image
 
 from hddm.networks.clip_reading import PromptReading
 from hddm.networks.prompts import read_texts
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
+from hddm.networks.text_encoder import embed, read_text_encoder
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command

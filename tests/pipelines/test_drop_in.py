@@ -26,7 +26,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.expert import open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.topics import describe_topic
-from hddm.networks.text_encoder import read_tokenizer
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.networks.wrappers import NetworkWrapper
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, from_diffusers

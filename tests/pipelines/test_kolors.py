@@ -24,7 +24,7 @@ from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
 from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
 from hddm.networks.prompts import PipelineText, read_texts
-from hddm.networks.text_encoder import read_tokenizer
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.solvers import euler

@@ -19,7 +19,8 @@ from hddm.experts.assembly import assemble
 from hddm.networks.families.z_image import Z_IMAGE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
-from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
+from hddm.networks.text_encoder import read_text_encoder
+from hddm.networks.tokenizer import read_tokenizer
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from tests.artefacts import Command, copied, edit_json, printed, refusal
@@ -493,5 +494,5 @@ def test_a_foreign_chat_template_leaves_an_expert_without_prompts_and_says_why(
     library.convert(other, tmp_path / "expert", sample_size=SIDE)
     unread = record_of(tmp_path / "expert")["unread_text_encoder"]
     assert "chat template is no known one: it has Include" in unread["reason"]
-    told = refusal(read_tokenizer, other / "tokenizer")
+    told = refusal(read_tokenizer, other / "tokenizer", writes_chats=True)
     assert "chat_template.jinja: its chat template is no known one" in told

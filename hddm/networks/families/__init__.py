@@ -1,32 +1,22 @@
-"""The kinds of networks that an expert may have, one file each.
+"""The kinds of networks that an expert may have, one file each: every object of a `Family` here is one.
 
 Installed packages add families by entry points of the group ``hddm.families``, each the name of a `Family`
 object. Nothing in a folder can add one, so no file decides which code runs.
 """
 
 import functools
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
 from torch import nn
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.families.chroma import CHROMA
-from hddm.networks.families.dit import DIT
-from hddm.networks.families.expert import EXPERT
+from hddm.networks.encoders import ALONE, TextEncoderClass, TokenizerClass
 from hddm.networks.families.family import Family as Family
 from hddm.networks.families.family import Pipeline
-from hddm.networks.families.flux import FLUX
-from hddm.networks.families.hunyuan import HUNYUAN
 from hddm.networks.families.installed import installed_families
-from hddm.networks.families.pixart import PIXART
-from hddm.networks.families.program import PROGRAMS
-from hddm.networks.families.sd3 import SD3
-from hddm.networks.families.stable_diffusion import STABLE_DIFFUSION
-from hddm.networks.families.unet import UNET
-from hddm.networks.families.z_image import Z_IMAGE
 from hddm.utils.errors import HddmError
-
-_OWN = (EXPERT, DIT, PIXART, SD3, FLUX, CHROMA, HUNYUAN, Z_IMAGE, UNET, STABLE_DIFFUSION, PROGRAMS)
 
 
 @functools.cache
@@ -35,7 +25,7 @@ def families() -> Mapping[str, Family]:
 
     Raises `HddmError` as `installed_families`, and for a class, layout or pipeline that two families have.
     """
-    found: dict[str, Family] = {one.name: one for one in _OWN}
+    found = _own()
     for place, family in installed_families():
         for other in found.values():
             for what, name in sorted(_names_of(family) & _names_of(other)):
@@ -44,6 +34,17 @@ def families() -> Mapping[str, Family]:
                     "there, or uninstall the package"
                 )
         found[family.name] = family
+    return found
+
+
+def _own() -> dict[str, Family]:
+    """The families of the files in this folder."""
+    found: dict[str, Family] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        for one in vars(module).values():
+            if isinstance(one, Family):
+                found[one.name] = one
     return found
 
 
@@ -103,6 +104,28 @@ def pipelines() -> Mapping[str, Pipeline]:
     for family in families().values():
         for pipeline in family.pipelines:
             found[pipeline.name] = pipeline
+    return found
+
+
+@functools.cache
+def text_encoders() -> Mapping[str, TextEncoderClass]:
+    """Text encoders by each class that a config may name, those that a pipeline has alone before others."""
+    kinds = [*ALONE]
+    for pipeline in pipelines().values():
+        if pipeline.prompts is not None:
+            kinds += pipeline.prompts.encoders
+    found: dict[str, TextEncoderClass] = {}
+    for kind in kinds:
+        for name in kind.names:
+            found.setdefault(name, kind)
+    return found
+
+
+def tokenizers() -> Mapping[str, TokenizerClass]:
+    """Tokenizers of all text encoders by class."""
+    found = {}
+    for kind in text_encoders().values():
+        found[kind.tokenizer.name] = kind.tokenizer
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from hddm import condition_names
 from hddm.condition_names import POOLED, TEXT
-from hddm.networks.encoders import CLIP, T5, TEXT_ENCODERS
+from hddm.networks.encoders import CLIP, T5, TextEncoderClass
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
 from hddm.utils.errors import HddmError, Unstated
@@ -86,8 +86,8 @@ class Taken:
 class Prompts:
     """How a pipeline encodes prompts by its own ``encode_prompt``, mostly by several text encoders."""
 
-    encoders: tuple[str, ...]
-    """Classes of the text encoders, in order."""
+    encoders: tuple[TextEncoderClass, ...]
+    """The text encoders, in order."""
     pooled: str = ""
     """Condition that holds one vector per prompt, beside the tokens in `TEXT`; empty without one."""
     t5_tokens: int = 0
@@ -98,6 +98,8 @@ class Prompts:
     """True if the pipeline can replace the empty negative prompt by zeros, as its index says."""
     encodes_negatives: bool = True
     """True if ``encode_prompt`` returns tokens and vectors of prompts and negative prompts in turn."""
+    writes_chats: bool = False
+    """True if prompts are written as turns of a chat (`hddm.networks.chat_template`)."""
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -105,16 +107,16 @@ class Prompts:
         return (TEXT, self.pooled)
 
     @property
-    def other_readers(self) -> tuple[str, ...]:
-        """Classes of the text encoders that are no CLIP, whose prompts are read in one way alone."""
-        return tuple(kind for kind in self.encoders if TEXT_ENCODERS[kind].name != CLIP)
+    def other_readers(self) -> tuple[TextEncoderClass, ...]:
+        """The text encoders that are no CLIP, whose prompts are read in one way alone."""
+        return tuple(kind for kind in self.encoders if kind.label != CLIP.label)
 
-    def written(self, tokenizer: Any, texts: list[str]) -> list[str]:
-        """The texts that a tokenizer gets of prompts."""
+    def written(self, tokenizer: Any, texts: list[str], is_negative: bool) -> list[str]:
+        """The texts that a tokenizer gets of prompts, or of negative ones."""
         return texts
 
-    def length(self, kind: str) -> int | None:
-        """Tokens that a text encoder of class ``kind`` reads; None for as many as its tokenizer says."""
+    def length(self, kind: TextEncoderClass) -> int | None:
+        """Tokens that a text encoder of a ``kind`` reads; None for as many as its tokenizer says."""
         return self.t5_tokens if kind == T5 else None
 
     def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
@@ -123,8 +125,10 @@ class Prompts:
             return tokens[0], sum(widths)
         return (tokens[0] if self.joins else 0) + self.t5_tokens, widths[-1]
 
-    def encode(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """Conditions of prompts by ``encode_prompt`` of the pipeline, on ``device``.
+    def encode(
+        self, pipe: Any, texts: list[str], device: torch.device, is_negative: bool
+    ) -> dict[str, Tensor]:
+        """Conditions of prompts, or of negative ones, by ``encode_prompt`` of the pipeline, on ``device``.
 
         Without a vector of each prompt, they have a `TEXT_MASK`.
         """
@@ -145,7 +149,7 @@ class PaddedPrompts(Prompts):
 
     tokens: int = 0
 
-    def length(self, kind: str) -> int | None:
+    def length(self, kind: TextEncoderClass) -> int | None:
         return self.tokens
 
     def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
@@ -227,7 +231,7 @@ class Family:
     pipelines: tuple[Pipeline, ...] = ()
     """Pipelines around it; networks are written back into the first one, or into that of `pipeline`."""
     time_factor: float = 1.0
-    """Factor by which the network multiplies its time before embedding it."""
+    """Steps of a scheduler per unit of the time that the network takes: 1000 where it takes t itself."""
     multiplied: tuple[str, ...] = (TEXT, POOLED)
     """Conditions that the network multiplies as they are, so that they need its dtype."""
     nested: tuple[str, ...] = ()
@@ -401,6 +405,9 @@ class Family:
         none = dict.fromkeys(self.depths[0], 0) if self.depths else {}
         found: Tensor = self.network(**{**arguments, **none}).get_buffer(name)
         return found
+
+    def complete(self, network: ModelMixin) -> None:
+        """Compute what an empty network holds beside its weights and buffers, which is on the meta device."""
 
     def sizes(self, config: Config) -> SampleSizes | None:
         """Sizes of samples that the network takes; None if that is only the one that its config states."""

@@ -15,11 +15,33 @@ from torch import Generator, Tensor
 
 from hddm import condition_names
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.encoders import BERT, T5
+from hddm.networks.encoders import T5, TextEncoderClass, TokenizerClass
 from hddm.networks.families.family import Config, Family, Pipeline, Prompts, Taken, Tensors, count
 from hddm.networks.sample_sizes import SampleSizes
 from hddm.utils.errors import HddmError
 
+_BERT = TextEncoderClass(
+    "BertModel",
+    TokenizerClass("BertTokenizer", ("vocab.txt",)),
+    "num_hidden_layers",
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "type_vocab_size",
+        "hidden_act",
+        "layer_norm_eps",
+    ),
+    "BERT",
+    is_masked=True,
+    # What it makes of the first token, which pipelines do not read.
+    options={"add_pooling_layer": False},
+    # A constant, and the layer of that.
+    unused=("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"),
+)
 _BERT_MASK = "text_embedding_mask"
 """What the network calls `TEXT_MASK`."""
 _T5_TEXT, _T5_MASK = "encoder_hidden_states_t5", "text_embedding_mask_t5"
@@ -45,13 +67,15 @@ class BertAndT5(Prompts):
     def conditions(self) -> tuple[str, ...]:
         return (TEXT, TEXT_MASK, _T5_TEXT, _T5_MASK)
 
-    def length(self, kind: str) -> int | None:
-        return self.bert_tokens if kind == BERT else super().length(kind)
+    def length(self, kind: TextEncoderClass) -> int | None:
+        return self.bert_tokens if kind == _BERT else super().length(kind)
 
     def shape(self, tokens: Sequence[int], widths: Sequence[int]) -> tuple[int, int]:
         return self.bert_tokens, widths[0]
 
-    def encode(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def encode(
+        self, pipe: Any, texts: list[str], device: torch.device, is_negative: bool
+    ) -> dict[str, Tensor]:
         found = dict[str, Tensor]()
         names = ((TEXT, TEXT_MASK), (_T5_TEXT, _T5_MASK))
         for number, (text, mask) in enumerate(names):
@@ -65,7 +89,7 @@ class BertAndT5(Prompts):
         return found
 
 
-_PROMPTS = BertAndT5((BERT, T5), t5_tokens=256)
+_PROMPTS = BertAndT5((_BERT, T5), t5_tokens=256)
 _UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 
@@ -171,7 +195,7 @@ def _problems(config: Config) -> list[str]:
         )
     if t5_width < _HEADS or t5_width % _HEADS:
         found.append(f"cross_attention_dim_t5 is {t5_width}, and is divided by {_HEADS} heads")
-    for key, tokens in (("text_len", BERT), ("text_len_t5", T5)):
+    for key, tokens in (("text_len", _BERT), ("text_len_t5", T5)):
         if count(config, key) != (wanted := _PROMPTS.length(tokens)):
             found.append(f"{key} is {config.get(key)}, and prompts have {wanted} tokens")
     if (count(config, "patch_size") or 0) < 1:

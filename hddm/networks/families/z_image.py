@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.encoders import QWEN3
+from hddm.networks.encoders import TextEncoderClass, TokenizerClass
 from hddm.networks.families.family import (
     Config,
     Family,
@@ -28,12 +28,37 @@ from hddm.networks.families.family import (
     SingleFile,
     Taken,
     Tensors,
-    count,
 )
+from hddm.networks.families.places import problems_of_places
 from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
 
+_QWEN3 = TextEncoderClass(
+    "Qwen3Model",
+    TokenizerClass("Qwen2Tokenizer", ("vocab.json", "merges.txt")),
+    "num_hidden_layers",
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "hidden_act",
+        "rms_norm_eps",
+    ),
+    "Qwen3",
+    is_masked=True,
+    # What makes words of its states.
+    unused=("lm_head.weight",),
+    prefix="model.",
+    around=("Qwen3ForCausalLM",),
+    assumed={"attention_bias": False, "use_sliding_window": False, "rope_scaling": None},
+    is_rotary=True,
+)
 _PATCH = 2
 _PATCHES = {"all_patch_size": _PATCH, "all_f_patch_size": 1}
 """Keys of its config, each a list of the one size that its pipeline asks for."""
@@ -43,8 +68,6 @@ _AXES = (32, 48, 48)
 """Numbers of a head that stand for each axis of a place (text, row, column), which no tensor shows."""
 _PLACES = (1536, 512, 512)
 """Places on each axis, in the files of its authors."""
-_MOST_PLACES = 2**16
-"""No tensor bounds them, and the network makes a table of them when it runs first."""
 _LEAST_SIDE = 12
 """Half a sample's patches of this side are no multiple of 32, so that padding is compared too."""
 
@@ -57,7 +80,7 @@ class ChatPrompts(PaddedPrompts):
     def conditions(self) -> tuple[str, ...]:
         return (TEXT, TEXT_MASK)
 
-    def written(self, tokenizer: Any, texts: list[str]) -> list[str]:
+    def written(self, tokenizer: Any, texts: list[str], is_negative: bool) -> list[str]:
         found = []
         for text in texts:
             turn = [{"role": "user", "content": text}]
@@ -68,7 +91,9 @@ class ChatPrompts(PaddedPrompts):
             )
         return found
 
-    def encode(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def encode(
+        self, pipe: Any, texts: list[str], device: torch.device, is_negative: bool
+    ) -> dict[str, Tensor]:
         # It writes into the list that it gets.
         tokens, _ = pipe.encode_prompt(
             list(texts),
@@ -83,7 +108,7 @@ class ChatPrompts(PaddedPrompts):
         return found
 
 
-_PROMPTS = ChatPrompts((QWEN3,), tokens=512)
+_PROMPTS = ChatPrompts((_QWEN3,), tokens=512, writes_chats=True)
 
 
 class ZImage(Family):
@@ -221,33 +246,13 @@ def _problems(config: Config) -> list[str]:
         found.append(f"t_scale is {str(scale)[:40]}, and must be 1000")
     if not _is_positive(theta := config.get("rope_theta", 256.0)):
         found.append(f"rope_theta is {str(theta)[:40]}, and must be a number above 0")
-    width, heads = count(config, "dim") or 0, count(config, "n_heads") or 0
-    if heads < 1 or width < 1 or width % heads:
-        found.append(f"dim is {width}, and is divided by n_heads, {heads}")
-        return found
-    axes, places = _three(config, "axes_dims"), _three(config, "axes_lens")
-    if any(one % 2 for one in axes) or sum(axes) != width // heads:
-        text = f"is three even numbers that sum to dim / n_heads, {width // heads}"
-        found.append(f"axes_dims is {str(config.get('axes_dims'))[:40]}, and {text}")
     # A text and its padding, and one place more.
     least = _PROMPTS.tokens + 2
-    if not places or max(places) > _MOST_PLACES or places[0] < least:
-        text = f"is three numbers of at most {_MOST_PLACES}, the first of at least {least}"
-        found.append(f"axes_lens is {str(config.get('axes_lens'))[:40]}, and {text}")
-    return found
+    return found + problems_of_places(config, "dim", "n_heads", "axes_dims", "axes_lens", least)
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and 0 < value < float("inf")
-
-
-def _three(config: Config, key: str) -> tuple[int, ...]:
-    """Three numbers of a config, each 1 or more; none where it has something else there."""
-    values: Any = config.get(key)
-    is_list = isinstance(values, Sequence) and len(values) == 3
-    if not is_list or not all(isinstance(one, int) and one >= 1 for one in values):
-        return ()
-    return tuple(values)
 
 
 Z_IMAGE = ZImage()
