@@ -1,6 +1,7 @@
 """Tiny VAEs, text encoders and tokenizers, written by the tools whose layout they have."""
 
 import json
+import string
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline
 from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertModel,
@@ -16,6 +18,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -234,6 +239,50 @@ def write_qwen3(root: Path, width: int = 16, seed: int = 0) -> Qwen3Model:
     _scatter(model)
     model.save_pretrained(root / "text_encoder")
     return model.model
+
+
+def write_gemma2(root: Path, width: int = 16, seed: int = 0) -> Gemma2Model:
+    """Write ``root/text_encoder``, whose model is returned, and ``root/tokenizer``, as Lumina 2 has them.
+
+    The vocabulary is in tokenizer.json alone, beside a config with the keys of published ones.
+    """
+    marks = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    words = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *string.ascii_letters]
+    merges = [("c", "a"), ("ca", "t"), ("d", "o"), ("do", "g"), ("▁", "a")]
+    words += ["".join(pair) for pair in merges]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = GemmaTokenizer(vocabulary, merges)
+    begin = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.save_pretrained(root / "tokenizer")
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    added = {str(n): {"content": mark, "special": True, **flags} for n, mark in enumerate(marks)}
+    stated = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "added_tokens_decoder": added,
+        "bos_token": "<bos>",
+        "chat_template": "{{ raise_exception('evil') }}",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<eos>",
+        "model_max_length": 10**30,
+        "pad_token": "<pad>",
+        "sp_model_kwargs": {},
+        "spaces_between_special_tokens": False,
+        "tokenizer_class": "GemmaTokenizer",
+        "unk_token": "<unk>",
+        "use_default_system_prompt": False,
+    }
+    (root / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(stated))
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 8}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = Gemma2Config(vocab_size=len(words), rope_parameters=rope, **sizes, **heads)
+    model = Gemma2Model(config)
+    _scatter(model)
+    model.save_pretrained(root / "text_encoder")
+    return model
 
 
 def _letters() -> list[str]:

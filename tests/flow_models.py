@@ -10,6 +10,7 @@ from diffusers import (
     ChromaTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     FluxTransformer2DModel,
+    Lumina2Transformer2DModel,
     ModelMixin,
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
@@ -59,6 +60,19 @@ Z_IMAGE = {
     "axes_dims": [4, 6, 6],
     "axes_lens": [1024, 64, 64],
 }
+LUMINA2 = {
+    "sample_size": SIDE,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 2,
+    "num_kv_heads": 1,
+    "multiple_of": 16,
+    "cap_feat_dim": 24,
+    "axes_dim_rope": [4, 6, 6],
+    "axes_lens": [300, 64, 64],
+}
 WITH_SIDE = ("--sample-size", SIDE)
 
 
@@ -76,6 +90,10 @@ def chroma(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:
 
 def z_image(seed: int = 0, **changes: Any) -> ZImageTransformer2DModel:
     return randomised(ZImageTransformer2DModel(**Z_IMAGE | changes), seed)
+
+
+def lumina2(seed: int = 0, **changes: Any) -> Lumina2Transformer2DModel:
+    return randomised(Lumina2Transformer2DModel(**LUMINA2 | changes), seed)
 
 
 def flow_pipeline(folder: Path, network: ModelMixin, **settings: Any) -> Path:

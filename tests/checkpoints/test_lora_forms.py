@@ -30,7 +30,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
 from tests.artefacts import Command
 from tests.checkpoint_files import SD_BETAS, pipeline, record_of, refused, text_unet
-from tests.flow_models import chroma, flow_pipeline, flux, sd3, z_image
+from tests.flow_models import chroma, flow_pipeline, flux, lumina2, sd3, z_image
 from tests.ldm_files import XL, ldm_unet
 
 Files = dict[str, Tensor]
@@ -41,6 +41,7 @@ AUTHORS: dict[str, Callable[..., ModelMixin]] = {
     "flux": flux,
     "chroma": chroma,
     "z-image": z_image,
+    "lumina2": lumina2,
 }
 PATTERN = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -202,7 +203,7 @@ def _as_authors_name_it(network: ModelMixin) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("prefix", ["lora_unet_", "diffusion_model.", "base_model.model."])
 @pytest.mark.parametrize("kind", AUTHORS)
-def test_names_of_the_authors_of_sd3_flux_chroma_and_z_image_are_read(
+def test_names_of_the_authors_of_transformers_are_read(
     kind: str, prefix: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     network = AUTHORS[kind]()
