@@ -250,17 +250,17 @@ def zeros_in(folder: Path) -> bool:
     return has_key and bool(read_config(folder, MODEL_INDEX).get(ZEROS, True))
 
 
-def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Read the text encoder in ``folder``, or the folder of prompts.
+def read_texts(folder: Path, dtype: torch.dtype = torch.float32, widens: bool = True) -> Any:
+    """Read the text encoder in ``folder``, or the folder of prompts, as `read_text_encoder` does.
 
     Raises `HddmError` as `hddm.networks.text_encoder` does, and for parts that do not belong together.
     """
     if (pipeline := several_in(folder)) is None:
-        return read_text_encoder(folder, dtype)
+        return read_text_encoder(folder, dtype, widens=widens)
     refuse_other_parts(folder, pipeline)
     parts: dict[str, Any] = {}
     for name, kind in encoders_in(pipeline).items():
-        parts[name] = read_text_encoder(folder / name, dtype, kind=kind)
+        parts[name] = read_text_encoder(folder / name, dtype, kind=kind, widens=widens)
         words = tokenizer_of(name)
         parts[words] = read_tokenizer(folder / words, prompts_of(pipeline).writes_chats)
     return PromptEncoders(pipeline, parts, zeros_in(folder))

@@ -28,6 +28,8 @@ from hddm.utils.errors import HddmError, an, in_words, one_line
 from hddm.utils.tensors import refuse_non_finite
 
 STEM = "model"
+LARGE = 10**9
+"""Weights of a text encoder that takes more memory than most networks: T5-XXL has 4.7 × 10^9."""
 T5_TOKENS = 300
 """Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
 _VOCABULARY = 49408
@@ -41,17 +43,21 @@ def read_text_encoder(
     dtype: torch.dtype = torch.float32,
     variant: str | None = None,
     kind: TextEncoderClass | None = None,
+    widens: bool = True,
 ) -> Any:
     """Read the text encoder in a folder or file, in evaluation mode: CLIP, T5, or another by its ``kind``.
 
     Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
     projection, which is used with the ``kind`` `hddm.networks.encoders.CLIP_PROJECTED`; by default the kind
-    is the config's, without projection. The file of ``variant`` is preferred. Raises `HddmError` for a file
-    that is missing or leaves the folder, another class, and tensors that are missing, left over, misshapen or
-    not finite.
+    is the config's, without projection. The file of ``variant`` is preferred. Without ``widens``, one of more
+    than `LARGE` weights in a half type stays in it, mapped from its file, where ``dtype`` is float32. Raises
+    `HddmError` for a file that is missing or leaves the folder, another class, and tensors that are missing,
+    left over, misshapen or not finite.
     """
     empty, weights, path = _open(place, variant, kind)
     refuse_non_finite(path, weights)
+    if not widens and dtype == torch.float32:
+        dtype = _half_type(weights) or dtype
     with quiet():
         # No folder is passed, so transformers reads only the checked sizes and tensors.
         model, report = type(empty).from_pretrained(
@@ -67,6 +73,14 @@ def read_text_encoder(
             f"{path}: transformers did not fill {sorted(unfilled)[0]}; use another version of it"
         )
     return model.requires_grad_(False)
+
+
+def _half_type(weights: Mapping[str, Tensor]) -> torch.dtype | None:
+    """The half type that all of more than `LARGE` weights have; None for any others."""
+    types = {one.dtype for one in weights.values()}
+    number = sum(one.numel() for one in weights.values())
+    half = types <= {torch.float16, torch.bfloat16} and len(types) == 1
+    return types.pop() if half and number > LARGE else None
 
 
 def text_encoder_record_of(

@@ -50,18 +50,23 @@ def dtypes_of(dtype: DtypeOfParts) -> dict[str, torch.dtype]:
 def read_parts(
     folder: Path,
     places: Mapping[str, str],
-    dtypes: Mapping[str, torch.dtype],
+    dtype: DtypeOfParts,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Components of a pipeline: those ``given``, the others from their ``places`` in a folder."""
-    found = dict(given)
+    """Components of a pipeline: those ``given``, the others from their ``places`` in a folder.
+
+    Large text encoders in a half type stay in it, unless ``dtype`` states one for text encoders.
+    """
+    found, dtypes = dict(given), dtypes_of(dtype)
+    widens = isinstance(dtype, Mapping) and "text_encoder" in dtype
     for name in places.keys() - given.keys():
         place, kind = folder / places[name], unnumbered(name)
         if kind == "tokenizer":
             found[name] = read_tokenizer(place)
+        elif kind == "vae":
+            found[name] = read_vae(place, dtypes[kind])
         else:
-            read = read_vae if kind == "vae" else read_texts
-            found[name] = read(place, dtypes[kind])
+            found[name] = read_texts(place, dtypes[kind], widens)
     return found
 
 
@@ -81,9 +86,9 @@ class StockPart(diffusers.ModelMixin):  # type: ignore[misc]
         ``options`` of the loader have no effect. Raises `HddmError` as `hddm.HDDMPipeline.from_pretrained`.
         """
         whole, name = Path(folder).parent, Path(folder).name
-        dtypes = dtypes_of(torch_dtype)
         if name not in ("experts", "router"):
-            return read_parts(whole, {name: name}, dtypes, {})[name]
+            return read_parts(whole, {name: name}, torch_dtype, {})[name]
+        dtypes = dtypes_of(torch_dtype)
         opened = open_ensemble(whole, dtypes["router"])
         return opened.router if name == "router" else opened.expert_set("cpu", dtypes["experts"])
 

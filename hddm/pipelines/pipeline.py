@@ -204,7 +204,8 @@ class HDDMPipeline(Pictures, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for a folder whose parts contradict each other.
         """
-        dtypes = dtypes_of(torch_dtype if dtype is None else dtype)
+        dtype = torch_dtype if dtype is None else dtype
+        dtypes = dtypes_of(dtype)
         folder = local(pretrained_model_name_or_path)
         restore(folder)
         if not folder.exists():
@@ -213,7 +214,7 @@ class HDDMPipeline(Pictures, DiffusionPipeline):  # type: ignore[misc]
             opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.record.shift)
         found = {"router": opened.router, "scheduler": scheduler}
-        found |= read_parts(folder, opened.components, dtypes, parts)
+        found |= read_parts(folder, opened.components, dtype, parts)
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload), **found)
         made._folder = folder
         made.limit_memory(max_memory)

@@ -26,6 +26,7 @@ import hddm as library
 from hddm.checkpoints.write_back import write_back
 from hddm.data.images import have_equal_pixels
 from hddm.experts.assembly import assemble
+from hddm.networks import text_encoder
 from hddm.networks.families.pixart import PIXART
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import read_texts, texts_record_of
@@ -152,6 +153,38 @@ def test_prompts_become_the_pipelines_own_conditions(
     for ours, theirs in zip((encoded.given, encoded.negative), _theirs(pipe, name), strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_large_text_encoder_in_a_half_type_stays_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Widened, one of several billion weights takes more memory than most networks."""
+    pipe = stock("flux", tmp_path / "parts")
+    pipe.text_encoder_2.to(torch.bfloat16)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    library.convert(tmp_path / "pipeline", tmp_path / "expert", sample_size=SIDE)
+    number = pipe.text_encoder_2.num_parameters()
+    wide, narrow = torch.float32, torch.bfloat16
+    stated = {"default": wide, "text_encoder": wide}
+    for least, dtype, found in (
+        (number - 1, wide, narrow),
+        (number - 1, stated, wide),
+        (number - 1, torch.float16, torch.float16),
+        (number, wide, wide),
+    ):
+        monkeypatch.setattr(text_encoder, "LARGE", least)
+        read = HDDMPipeline.from_pretrained(tmp_path / "expert", dtype=dtype)
+        encoders = read.text_encoder.encoders
+        assert encoders["text_encoder_2"].dtype == found
+        assert encoders["text_encoder"].dtype == (wide if dtype is stated else dtype)
+    monkeypatch.setattr(text_encoder, "LARGE", number - 1)
+    read = HDDMPipeline.from_pretrained(tmp_path / "expert")
+    theirs, _ = _theirs(pipe, "flux")
+    ours = read.encode(PROMPTS).given
+    for name, one in theirs.items():
+        assert torch.equal(ours[name].to(one), one), name
+    made = read(prompt=PROMPTS, num_inference_steps=2, output_type="pt")
+    assert torch.as_tensor(made.images).isfinite().all()
 
 
 def test_an_expert_is_described_by_the_text_encoders_that_it_keeps(
