@@ -1,21 +1,25 @@
-"""What experts of every family are held to: int8, LoRA files and shared graphs."""
+"""What experts of every family are held to: int8, LoRA files, shared graphs and mixtures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from safetensors.torch import save_file
 from torch import Tensor
 
 import hddm as library
 from hddm.checkpoints.lora import convert_lora
+from hddm.experts.assembly import assemble
 from hddm.experts.expert import open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Computing
+from tests.artefacts import Command, printed
+from tests.checkpoint_files import record_of
 
 _SHAPE = (2, 4, 8, 8)
 
@@ -74,3 +78,48 @@ def graphs_of(network: ModelMixin, t: Tensor, given: Mapping[str, Tensor]) -> in
         compile_blocks(wrapper, dynamic=True, backend=backend)
         assert torch.equal(wrapper(x, t, **given), plain)
     return len(graphs)
+
+
+def check_mixture(
+    peer: DiffusionPipeline,
+    vae: Any,
+    expert: Path,
+    prompts: Sequence[str],
+    folder: Path,
+    hddm: Command,
+) -> HDDMPipeline:
+    """An ``expert`` and a ``peer`` with its ``vae`` are drawn and mixed, each with the prompt as it reads it.
+
+    Returned is the pipeline of both. With its own VAE the peer has other latents: that is found out, and not
+    taken from the names of the models.
+    """
+    peer.save_pretrained(folder / "of-another-vae")
+    peer.register_modules(vae=vae)
+    peer.save_pretrained(folder / "of-this-vae")
+    size = {"sample_size": _SHAPE[-1]} if hasattr(peer, "transformer") else {}
+    for name in ("of-this-vae", "of-another-vae"):
+        library.convert(folder / name, folder / "experts" / name, **size)
+    folders = (folder / "experts" / "of-this-vae", expert)
+    assert record_of(folders[0])["vae"] == record_of(expert)["vae"]
+    assemble(folders, folder / "both")
+    x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(3))
+    t = torch.full((2,), 0.4)
+    alone = []
+    for one in folders:
+        given = HDDMPipeline.from_pretrained(one).encode(list(prompts)).given
+        alone.append(library.load(one).velocity(x, t, **given))
+    even = HDDMPipeline.from_pretrained(
+        folder / "both", router=lambda x, t: torch.full((len(x), 2), 0.5)
+    )
+    given = even.encode(list(prompts)).given
+    drawn = even.ensemble.under("draw").velocity(x, t, expert=torch.tensor([0, 1]), **given)
+    torch.testing.assert_close(drawn, torch.stack([alone[0][0], alone[1][1]]), rtol=1e-5, atol=1e-5)
+    mixed = even.ensemble.under("full").velocity(x, t, **given)
+    torch.testing.assert_close(mixed, (alone[0] + alone[1]) / 2, rtol=1e-5, atol=1e-5)
+    assert (alone[0] - alone[1]).abs().max() > 1e-2
+    printed(hddm, "sample", folder / "both", "--out", folder / "out", "--num-images", 4,
+            "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2)  # fmt: skip
+    assert len(list((folder / "out").glob("0*.png"))) == 4
+    assemble((folder / "experts" / "of-another-vae", expert), folder / "apart")
+    assert not HDDMPipeline.from_pretrained(folder / "apart").ensemble.are_alike()
+    return even

@@ -25,7 +25,7 @@ from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of, refused
 from tests.component_files import saved_in_parts, write_t5, write_vae
 from tests.flow_models import WITH_SIDE, chroma, flow_pipeline, text
-from tests.pipelines.checks import check_int8, graphs_of
+from tests.pipelines.checks import check_int8, check_mixture, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -256,33 +256,10 @@ def test_all_blocks_of_a_class_share_a_compiled_graph() -> None:
 def test_flux_and_chroma_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: ChromaPipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    """Each gets the prompt as its own text encoders read it, and only Chroma has a mask."""
-    flux = stock("flux", tmp_path / "parts")
-    flux.register_modules(vae=pipe.vae)
-    flux.save_pretrained(tmp_path / "flux-pipeline")
-    library.convert(tmp_path / "flux-pipeline", tmp_path / "flux", sample_size=SIDE)
-    assemble([tmp_path / "flux", expert], tmp_path / "both")
-    folders = (tmp_path / "flux", expert)
-    x = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
-    t = torch.full((2,), 0.4)
-    alone = []
-    for folder in folders:
-        given = HDDMPipeline.from_pretrained(folder).encode(PROMPTS).given
-        assert ("encoder_attention_mask" in given) == (folder is expert)
-        alone.append(library.load(folder).velocity(x, t, **given))
-    even = HDDMPipeline.from_pretrained(
-        tmp_path / "both", router=lambda x, t: torch.full((len(x), 2), 0.5)
-    )
-    given = even.encode(PROMPTS).given
-    assert {"encoder_attention_mask_2", "pooled_projections"} <= given.keys()
-    drawn = even.ensemble.under("draw").velocity(x, t, expert=torch.tensor([0, 1]), **given)
-    torch.testing.assert_close(drawn, torch.stack([alone[0][0], alone[1][1]]), rtol=0, atol=1e-5)
-    mixed = even.ensemble.under("full").velocity(x, t, **given)
-    torch.testing.assert_close(mixed, (alone[0] + alone[1]) / 2, rtol=0, atol=1e-5)
-    assert (alone[0] - alone[1]).abs().max() > 1e-2
-    printed(hddm, "sample", tmp_path / "both", "--out", tmp_path / "out", "--num-images", 4,
-            "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2)  # fmt: skip
-    assert len(list((tmp_path / "out").glob("*.png"))) >= 4
+    """Only Chroma has a mask."""
+    peer = stock("flux", tmp_path / "parts")
+    even = check_mixture(peer, pipe.vae, expert, PROMPTS, tmp_path, hddm)
+    assert {"encoder_attention_mask_2", "pooled_projections"} <= even.encode(PROMPTS).given.keys()
 
 
 def test_a_small_network_that_no_embedding_fits_is_refused(hddm: Command, tmp_path: Path) -> None:

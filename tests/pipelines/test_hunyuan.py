@@ -20,7 +20,6 @@ from transformers import BertTokenizer, T5Tokenizer
 
 import hddm as library
 from hddm.checkpoints.write_back import write_back
-from hddm.experts.assembly import assemble
 from hddm.networks.families.hunyuan import HUNYUAN
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
@@ -29,7 +28,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of
 from tests.component_files import saved_in_parts, write_bert, write_t5, write_vae
-from tests.pipelines.checks import check_int8, check_lora, graphs_of
+from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -357,41 +356,11 @@ def test_blocks_with_and_without_a_skip_share_compiled_graphs(expert: Path) -> N
 def test_hunyuan_and_sdxl_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: HunyuanDiTPipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    """Each gets the prompt as its own text encoders read it."""
-    sdxl = stock("sdxl", tmp_path / "parts")
-    sdxl.save_pretrained(tmp_path / "of-another-vae")
-    sdxl.register_modules(vae=pipe.vae)
-    sdxl.save_pretrained(tmp_path / "sdxl-pipeline")
-    for name in ("sdxl", "of-another-vae"):
-        place = tmp_path / ("sdxl-pipeline" if name == "sdxl" else name)
-        library.convert(place, tmp_path / "experts" / name)
-    folders = (tmp_path / "experts" / "sdxl", expert)
-    assert record_of(folders[0])["vae"] == record_of(expert)["vae"]
-    assemble(folders, tmp_path / "both")
-    x = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
-    t = torch.full((2,), 0.4)
-    alone = []
-    for folder in folders:
-        given = HDDMPipeline.from_pretrained(folder).encode(PROMPTS).given
-        alone.append(library.load(folder).velocity(x, t, **given))
-    even = HDDMPipeline.from_pretrained(
-        tmp_path / "both", router=lambda x, t: torch.full((len(x), 2), 0.5)
-    )
-    given = even.encode(PROMPTS).given
+    """Each gets its own conditions."""
+    peer = stock("sdxl", tmp_path / "parts")
+    even = check_mixture(peer, pipe.vae, expert, PROMPTS, tmp_path, hddm)
     own = {f"{name}_2" for name in (*TEXT, *MASKS)}
-    assert given.keys() == {"encoder_hidden_states", "text_embeds", *own}
-    drawn = even.ensemble.under("draw").velocity(x, t, expert=torch.tensor([0, 1]), **given)
-    torch.testing.assert_close(drawn, torch.stack([alone[0][0], alone[1][1]]), rtol=1e-5, atol=1e-5)
-    mixed = even.ensemble.under("full").velocity(x, t, **given)
-    torch.testing.assert_close(mixed, (alone[0] + alone[1]) / 2, rtol=1e-5, atol=1e-5)
-    assert (alone[0] - alone[1]).abs().max() > 1e-2
-    printed(hddm, "sample", tmp_path / "both", "--out", tmp_path / "out", "--num-images", 4,
-            "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2)  # fmt: skip
-    assert len(list((tmp_path / "out").glob("*.png"))) >= 4
-    # Whether the latents are the same is compared, and not taken from the names of the models.
-    assemble((tmp_path / "experts" / "of-another-vae", expert), tmp_path / "apart")
-    apart = HDDMPipeline.from_pretrained(tmp_path / "apart").ensemble
-    assert not apart.are_alike()
+    assert even.encode(PROMPTS).given.keys() == {"encoder_hidden_states", "text_embeds", *own}
 
 
 def test_bert_alone_reads_no_prompts(source: Path, tmp_path: Path) -> None:

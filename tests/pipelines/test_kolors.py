@@ -33,7 +33,7 @@ from tests.checkpoint_files import record_of, text_unet
 from tests.checkpoints.test_lora_files import ldm_name
 from tests.component_files import saved_in_parts, write_chatglm, write_vae
 from tests.lora_files import kohya
-from tests.pipelines.checks import check_int8, check_lora, graphs_of
+from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
@@ -350,47 +350,19 @@ def test_blocks_of_one_width_share_a_compiled_graph(expert: Path) -> None:
 def test_kolors_and_sdxl_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: KolorsPipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    """Each gets the prompt as its own text encoders read it."""
-    sdxl = stock("sdxl", tmp_path / "parts")
-    sdxl.save_pretrained(tmp_path / "of-another-vae")
-    sdxl.register_modules(vae=pipe.vae)
-    sdxl.save_pretrained(tmp_path / "sdxl-pipeline")
-    for name in ("sdxl", "of-another-vae"):
-        place = tmp_path / ("sdxl-pipeline" if name == "sdxl" else name)
-        library.convert(place, tmp_path / "experts" / name)
-    folders = (tmp_path / "experts" / "sdxl", copied(expert, tmp_path / "experts"))
-    assert record_of(folders[0])["vae"] == record_of(expert)["vae"]
+    """Described by texts, the prompt decides who draws it."""
+    own = copied(expert, tmp_path / "own")
+    even = check_mixture(stock("sdxl", tmp_path / "parts"), pipe.vae, own, PROMPTS, tmp_path, hddm)
+    assert even.encode(PROMPTS).given.keys() == {TEXT, VECTOR, f"{TEXT}_2", f"{VECTOR}_2"}
+    folders = (tmp_path / "experts" / "of-this-vae", own)
     for folder, words in zip(folders, ("a cat, cats", "dogs on a lawn"), strict=True):
         printed(hddm, "describe", folder, "--text", words, "--text-encoder",
                 folders[0] / "text_encoder")  # fmt: skip
-    assemble(folders, tmp_path / "both")
-    x = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
-    t = torch.full((2,), 0.4)
-    alone = []
-    for folder in folders:
-        given = HDDMPipeline.from_pretrained(folder).encode(PROMPTS).given
-        alone.append(library.load(folder).velocity(x, t, **given))
-    even = HDDMPipeline.from_pretrained(
-        tmp_path / "both", router=lambda x, t: torch.full((len(x), 2), 0.5)
-    )
-    given = even.encode(PROMPTS).given
-    assert given.keys() == {TEXT, VECTOR, f"{TEXT}_2", f"{VECTOR}_2"}
-    # The prompt decides who draws it.
-    prior = even.encode(["a cat", "dogs on a lawn"]).prior
+    assemble(folders, tmp_path / "described")
+    described = HDDMPipeline.from_pretrained(tmp_path / "described")
+    prior = described.encode(["a cat", "dogs on a lawn"]).prior
     assert prior is not None
     assert prior.argmax(1).tolist() == [0, 1]
-    drawn = even.ensemble.under("draw").velocity(x, t, expert=torch.tensor([0, 1]), **given)
-    torch.testing.assert_close(drawn, torch.stack([alone[0][0], alone[1][1]]), rtol=1e-5, atol=1e-5)
-    mixed = even.ensemble.under("full").velocity(x, t, **given)
-    torch.testing.assert_close(mixed, (alone[0] + alone[1]) / 2, rtol=1e-5, atol=1e-5)
-    assert (alone[0] - alone[1]).abs().max() > 1e-2
-    printed(hddm, "sample", tmp_path / "both", "--out", tmp_path / "out", "--num-images", 4,
-            "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2)  # fmt: skip
-    assert len(list((tmp_path / "out").glob("0*.png"))) == 4
-    # Whether the latents are the same is compared, and not taken from the names of the models.
-    assemble((tmp_path / "experts" / "of-another-vae", expert), tmp_path / "apart")
-    apart = HDDMPipeline.from_pretrained(tmp_path / "apart").ensemble
-    assert not apart.are_alike()
 
 
 def test_prompts_cannot_be_read_in_chunks_or_from_another_layer(expert: Path) -> None:

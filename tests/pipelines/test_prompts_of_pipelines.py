@@ -35,6 +35,7 @@ from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, refusal, seal
 from tests.checkpoint_files import SD_BETAS, pixart, randomised, text_unet
 from tests.component_files import write_clip, write_t5, write_vae
+from tests.pipelines.checks import check_mixture
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
 NAMES = ("sdxl", "sd3", "flux")
@@ -185,6 +186,20 @@ def test_a_large_text_encoder_in_a_half_type_stays_in_it(
         assert torch.equal(ours[name].to(one), one), name
     made = read(prompt=PROMPTS, num_inference_steps=2, output_type="pt")
     assert torch.as_tensor(made.images).isfinite().all()
+
+
+@pytest.mark.integration
+def test_sd3_and_sd35_are_drawn_and_mixed_in_their_one_latent_space(
+    tmp_path: Path, hddm: Command
+) -> None:
+    """The network of 3.5 attends twice in some blocks, and norms queries and keys."""
+    newer, older = stock("sd3", tmp_path / "newer"), stock("sd3", tmp_path / "older")
+    config = dict(newer.transformer.config) | {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+    newer.register_modules(transformer=randomised(SD3Transformer2DModel(**config), 5))
+    newer.save_pretrained(tmp_path / "pipeline")
+    library.convert(tmp_path / "pipeline", tmp_path / "expert")
+    older.register_modules(vae=write_vae(tmp_path / "vae", factor=8, seed=3))
+    check_mixture(older, newer.vae, tmp_path / "expert", PROMPTS, tmp_path, hddm)
 
 
 def test_an_expert_is_described_by_the_text_encoders_that_it_keeps(

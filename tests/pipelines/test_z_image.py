@@ -27,7 +27,7 @@ from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import record_of
 from tests.component_files import saved_in_parts, write_qwen3, write_vae
 from tests.flow_models import z_image
-from tests.pipelines.checks import check_int8, check_lora, graphs_of
+from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -372,39 +372,10 @@ def test_blocks_share_compiled_graphs(expert: Path) -> None:
 def test_flux_and_z_image_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: ZImagePipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    """Each gets the prompt as its own text encoders read it, and only Z-Image has a mask."""
-    flux = stock("flux", tmp_path / "parts")
-    flux.save_pretrained(tmp_path / "of-another-vae")
-    flux.register_modules(vae=pipe.vae)
-    flux.save_pretrained(tmp_path / "flux-pipeline")
-    for name, place in (("flux", "flux-pipeline"), ("other", "of-another-vae")):
-        library.convert(tmp_path / place, tmp_path / "experts" / name, sample_size=SIDE)
-    folders = (tmp_path / "experts" / "flux", expert)
-    assert record_of(folders[0])["vae"] == record_of(expert)["vae"]
-    assemble(folders, tmp_path / "both")
-    x = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
-    t = torch.full((2,), 0.4)
-    alone = []
-    for folder in folders:
-        given = HDDMPipeline.from_pretrained(folder).encode(PROMPTS).given
-        assert (MASK in given) == (folder is expert)
-        alone.append(library.load(folder).velocity(x, t, **given))
-    even = HDDMPipeline.from_pretrained(
-        tmp_path / "both", router=lambda x, t: torch.full((len(x), 2), 0.5)
-    )
-    given = even.encode(PROMPTS).given
-    assert {f"{MASK}_2", f"{TEXT}_2", "pooled_projections"} <= given.keys()
-    drawn = even.ensemble.under("draw").velocity(x, t, expert=torch.tensor([0, 1]), **given)
-    torch.testing.assert_close(drawn, torch.stack([alone[0][0], alone[1][1]]), rtol=1e-5, atol=1e-5)
-    mixed = even.ensemble.under("full").velocity(x, t, **given)
-    torch.testing.assert_close(mixed, (alone[0] + alone[1]) / 2, rtol=1e-5, atol=1e-5)
-    assert (alone[0] - alone[1]).abs().max() > 1e-2
-    printed(hddm, "sample", tmp_path / "both", "--out", tmp_path / "out", "--num-images", 4,
-            "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2)  # fmt: skip
-    assert len(list((tmp_path / "out").glob("*.png"))) >= 4
-    # Whether the latents are the same is compared, and not taken from the names of the models.
-    assemble((tmp_path / "experts" / "other", expert), tmp_path / "apart")
-    assert not HDDMPipeline.from_pretrained(tmp_path / "apart").ensemble.are_alike()
+    """Only Z-Image has a mask."""
+    peer = stock("flux", tmp_path / "parts")
+    even = check_mixture(peer, pipe.vae, expert, PROMPTS, tmp_path, hddm)
+    assert {f"{MASK}_2", f"{TEXT}_2", "pooled_projections"} <= even.encode(PROMPTS).given.keys()
 
 
 def test_qwen3_alone_reads_no_prompts(source: Path, tmp_path: Path) -> None:
