@@ -13,7 +13,7 @@ each row's scores are written when they are there.
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ import typer
 
 from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
 from benchmarks.mixing.data import DATA, Data
+from benchmarks.mixing.filling import IMAGES, RESAMPLING, Fillers
 from benchmarks.mixing.models import CALLS, NOISES, NUM, Models, Row
 from benchmarks.mixing.verdicts import READING, answers, verdict_table
 from hddm.utils.errors import HddmError
@@ -156,6 +157,20 @@ REGIMES: Mapping[str, Callable[[Models, str], dict[str, Row]]] = {
 }
 
 
+def _figures(
+    kind: type[Models], name: str, data: Data, work: Path, seeds: Iterable[int], ddpm: str
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures of all rows of a regime, by training seed."""
+    measure = data.measure(work)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for seed in seeds:
+        one = kind(data, work, seed, measure)
+        one.folder.mkdir(exist_ok=True)
+        for title, row in REGIMES[name](one, ddpm).items():
+            found.setdefault(title, {})[str(seed)] = row.figures
+    return found
+
+
 @app.command()
 def regime(
     name: Annotated[str, typer.Argument(help="same-data, by-noise, from-one or disjoint.")],
@@ -170,17 +185,41 @@ def regime(
     """Scores of all rows of a regime, by training seed."""
     start = Start(results, work, seeds=seeds)
     of = prepared(data, work, pictures)
-    measure = of.measure(work)
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for seed in range(first, first + seeds):
-        one = Models(of, work, seed, measure)
-        one.folder.mkdir(exist_ok=True)
-        for title, row in REGIMES[name](one, ddpm).items():
-            found.setdefault(title, {})[str(seed)] = row.figures
+    found = _figures(Models, name, of, work, range(first, first + seeds), ddpm)
     lines = _report(name, of, found)
     print("\n".join(lines))
     content = {"regime": name, "data": of.name, "figures": found, "ddpm": ddpm}
     typer.echo(start.write(f"mixing-{of.name}-{name}", lines, content))
+
+
+@app.command()
+def fill(
+    name: Annotated[str, typer.Argument(help="As of `regime`.")],
+    results: ResultsOption = RESULTS,
+    work: WorkOption = Path("runs/mixing"),
+    seeds: SeedsOption = 5,
+    first: Annotated[int, typer.Option(help="First training seed.")] = 0,
+    ddpm: DdpmOption = "epsilon",
+    data: DataOption = "digits",
+    pictures: PicturesOption = None,
+) -> None:
+    """How well the models of a regime fill the lower half of held-out images."""
+    start = Start(results, work, seeds=seeds)
+    of = prepared(data, work, pictures)
+    found = _figures(Fillers, name, of, work, range(first, first + seeds), ddpm)
+    lines = [f"# Half of each image filled, on {of.name}: {name}", "", _FILLED.format(seeds=seeds)]
+    lines += ["", *table(found)]
+    print("\n".join(lines))
+    content = {"regime": name, "data": of.name, "figures": found, "ddpm": ddpm}
+    typer.echo(start.write(f"mixing-{of.name}-{name}-filled", lines, content))
+
+
+_FILLED = (
+    f"The lower half of {IMAGES} held-out images is filled by {CALLS} steps, each taken {RESAMPLING} times: "
+    "peak signal-to-noise ratio over this half in dB, of one sample and of the mean of several; more is "
+    "better. Mean and standard deviation of {seeds} training seeds; in brackets the paired difference from "
+    "the first row, over seeds."
+)
 
 
 @app.command()

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,6 +19,14 @@ from hddm.utils.files import write_json
 DEVICE = "--device cpu --threads 1"
 CALLS, NUM, NOISES = 25, 1000, 2
 """Calls per sample, samples per seed of noise, and such seeds."""
+
+
+class Row(Protocol):
+    """What one model of one training seed scores, by the names of the figures."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class Models:
         run_once(place, ["calibrate", str(ensemble), "--data", data, "--seed", str(self.seed)])
         return place
 
-    def row(self, title: str, model: Path, strategy: str | None = None) -> "Row":
+    def row(self, title: str, model: Path, strategy: str | None = None) -> Row:
         """Scores of a model on held-out images."""
         place = self.folder / "rows" / f"{title}.json"
         if not place.exists():
@@ -83,7 +91,7 @@ class Models:
             content = {"scores": scores.model_dump(mode="json"), "distances": distances}
             write_json(place, content)
         content = json.loads(place.read_text(encoding="utf-8"))
-        row = Row(HeldOutScores.model_validate(content["scores"]), content["distances"])
+        row = Scored(HeldOutScores.model_validate(content["scores"]), content["distances"])
         print(f"seed {self.seed}: {title}: {row}", flush=True)
         return row
 
@@ -97,8 +105,8 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one model of one training seed scores."""
+class Scored:
+    """Scores on held-out images, and distances of samples."""
 
     scores: HeldOutScores
     distances: Sequence[float]
