@@ -30,8 +30,8 @@ from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summar
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import open_shard
-from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.expert import Expert, field_of
+from hddm.experts.kept import keep_component
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,

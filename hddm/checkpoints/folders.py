@@ -21,8 +21,8 @@ from hddm.checkpoints.sources import (
     choose_set,
     same,
 )
-from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.expert import without_adapter
+from hddm.experts.kept import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
 from hddm.experts.records import (
     EXPERT_FILE,

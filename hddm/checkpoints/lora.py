@@ -31,8 +31,8 @@ from hddm.checkpoints.lora_scales import Scales
 from hddm.checkpoints.lora_texts import change_texts, check_texts
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint, as_planned
-from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.expert import open_expert
+from hddm.experts.kept import keep_component, whole_components
 from hddm.experts.lora import AdapterRecord, adapter_of, tensor_names, write_adapter
 from hddm.experts.records import (
     EXPERT_FILE,

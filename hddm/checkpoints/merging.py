@@ -18,8 +18,8 @@ from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint
 from hddm.experts.compatibility import candidates_of, common_shift, note_unrecorded_scales
 from hddm.experts.decisions import SHARE_TOLERANCE
-from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.expert import Expert
+from hddm.experts.kept import keep_component, whole_components
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,

@@ -21,7 +21,7 @@ from hddm.checkpoints.single_files import file_layouts
 from hddm.checkpoints.source_names import NamePair
 from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, as_planned
 from hddm.experts.components import components_of
-from hddm.experts.ensemble_folders import put_component
+from hddm.experts.kept import put_component
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
 from hddm.networks.components import MODEL_INDEX, read_weights
 from hddm.networks.components import STEM as VAE_STEM

@@ -25,7 +25,6 @@ from hddm.experts.decisions import SHARE_TOLERANCE, index_of, with_settings
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
-    KEPT,
     MOMENTS,
     MOMENTS_EVIDENCE,
     RELIABILITY,
@@ -36,12 +35,12 @@ from hddm.experts.ensemble_folders import (
     bases_of,
     components_in,
     name_of,
-    put_component,
     read_ensemble_record,
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
 from hddm.experts.expert import Expert, experts_in, open_expert, read_experts, with_decisions
+from hddm.experts.kept import KEPT, put_component
 from hddm.experts.lora import BASES, bases_in
 from hddm.experts.parts import domains_of, parts_of
 from hddm.experts.records import (

@@ -15,24 +15,21 @@ from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import router_condition, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
-    KEPT,
     MOMENTS,
     RELIABILITY,
     ROUTER,
-    ClassName,
     EnsembleRecord,
     Member,
     bases_of,
     components_in,
     name_of,
-    numbered,
     read_ensemble_record,
     refuse_damaged_ensemble,
-    whole_components,
     write_ensemble_records,
 )
 from hddm.experts.expert import Expert, decided, experts_in, field_of, open_expert
 from hddm.experts.expert_set import ExpertSet
+from hddm.experts.kept import KEPT, ClassName, numbered, whole_components
 from hddm.experts.lora import bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts

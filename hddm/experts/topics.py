@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hddm.data.shard_records import captions_of, read_images_manifest
-from hddm.experts.ensemble_folders import kept_components, read_ensemble_record, replace_file
+from hddm.experts.ensemble_folders import read_ensemble_record, replace_file
+from hddm.experts.kept import kept_components
 from hddm.experts.records import read_expert_record
 from hddm.networks.prompts import read_texts, refuse_without_tokenizer, several_in, texts_record_of
 from hddm.networks.text_encoder import embed

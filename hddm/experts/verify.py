@@ -16,12 +16,9 @@ from hddm.calibration import START
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
 from hddm.experts.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
-from hddm.experts.ensemble_folders import (
-    ENSEMBLE_FILE,
-    read_ensemble_record,
-    whole_components,
-)
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_record
 from hddm.experts.expert import Expert, field_of, open_expert
+from hddm.experts.kept import whole_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
 from hddm.experts.shard_images import (

@@ -15,13 +15,9 @@ from hddm.checkpoints.plan import open_unstated
 from hddm.checkpoints.sources import Checkpoint
 from hddm.classes import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.ensemble_folders import (
-    ENSEMBLE_FILE,
-    kept_components,
-    read_ensemble_record,
-    read_model_index,
-)
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_record, read_model_index
 from hddm.experts.expert import experts_in
+from hddm.experts.kept import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of

@@ -20,7 +20,8 @@ from hddm.conditions import Conditions
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
-from hddm.experts.ensemble_folders import COMPONENTS, unnumbered
+from hddm.experts.ensemble_folders import COMPONENTS
+from hddm.experts.kept import unnumbered
 from hddm.networks.folders import sha256_once
 from hddm.networks.programs.permission import opens_programs
 from hddm.noise import Seeded

@@ -14,8 +14,8 @@ from transformers import CLIPTextModel
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.ensemble_folders import whole_components
 from hddm.experts.expert import open_expert
+from hddm.experts.kept import whole_components
 from hddm.inspection.models import inspect_model
 from hddm.networks.prompts import texts_record_of
 from hddm.networks.text_encoder import embed, read_text_encoder

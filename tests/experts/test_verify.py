@@ -22,7 +22,7 @@ from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts import denoising as judging
 from hddm.experts.denoising import denoising
-from hddm.experts.ensemble_folders import keep_component, whole_components
+from hddm.experts.kept import keep_component, whole_components
 from hddm.experts.loading import load
 from hddm.experts.verify import verify_expert
 from hddm.networks.folders import WEIGHTS

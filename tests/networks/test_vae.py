@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
 from safetensors.torch import load_file, save_file
 
-from hddm.experts.ensemble_folders import put_component
+from hddm.experts.kept import put_component
 from hddm.networks.identity import VaeRecord
 from hddm.networks.vae import decode, encode, latents_of, read_vae, vae_record_of
 from hddm.utils.errors import HddmError
