@@ -1,0 +1,129 @@
+"""Interrupt trainings under Slurm in every way that it knows; do they end with the same weights?
+
+The files of ``docs/guides/clusters.md`` are submitted as they are, to a Slurm that this starts: two experts
+and, once they are trained, their ensemble. Exits with 1 if a check fails.
+"""
+
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from benchmarks.harness import (
+    RESULTS,
+    QuickOption,
+    ResultsOption,
+    Start,
+    WorkOption,
+    digit_shards,
+    main,
+)
+from benchmarks.slurm.cases import (
+    COUNT,
+    Case,
+    cancelled,
+    killed,
+    out_of_time,
+    preempted,
+    requeued,
+)
+from benchmarks.slurm.cluster import Slurm
+from hddm.utils.errors import HddmError
+from hddm_cli.app import run_words
+
+STEPS, QUICK_STEPS = 600, 150
+KILLS, QUICK_KILLS = 24, 4
+SETTINGS = {
+    "objective": "flow",
+    "size": "tiny",
+    "batch_size": 16,
+    "device": "cpu",
+    "threads": 1,
+    "checkpoint_every": 20,
+}
+
+
+def prepare(work: Path, steps: int) -> Path:
+    """Write shards, settings and a command ``hddm``, and train without interruption; return the experts."""
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "bin").mkdir(parents=True)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    hddm = work / "bin" / "hddm"
+    lines = [
+        "#!/bin/bash",
+        f"export OMP_NUM_THREADS=1 PYTHONPATH={paths!r}",
+        f'exec {sys.executable!r} -m hddm_cli "$@"',
+    ]
+    hddm.write_text("\n".join(lines) + "\n")
+    hddm.chmod(0o755)
+    digit_shards(work, COUNT).rename(work / "pixels")
+    (work / "run.yaml").write_text(yaml.safe_dump(SETTINGS | {"steps": steps}))
+    for k in range(COUNT):
+        shard, out = work / "pixels" / f"shard_{k}", work / "experts" / f"expert_{k}"
+        config = str(work / "run.yaml")
+        run_words(["train", "expert", str(shard), "--out", str(out), "--config", config])
+    return work / "experts"
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def run(
+    results: ResultsOption = RESULTS,
+    work: WorkOption = Path("runs"),
+    is_quick: QuickOption = False,
+    only: Annotated[list[str] | None, typer.Option(help="Names of cases.")] = None,
+) -> None:
+    """Interrupt two trainings in every way, and compare them with uninterrupted ones."""
+    start = Start(results=results, work=work)
+    steps, kills = (QUICK_STEPS, QUICK_KILLS) if is_quick else (STEPS, KILLS)
+    cases: dict[str, Callable[[Case], None]] = {
+        "pre-empted": preempted,
+        "requeued": requeued,
+        "time limit": out_of_time,
+        "cancelled and submitted again": cancelled,
+        "killed": functools.partial(killed, kills=kills),
+    }
+    place = work.absolute() / "slurm"
+    with Slurm(place / "cluster") as cluster:
+        reference = prepare(place / "jobs", steps)
+        rows: list[dict[str, object]] = []
+        for name in only or cases:
+            folder = place / "jobs" / name.replace(" ", "-")
+            folder.mkdir()
+            for shared in ("pixels", "run.yaml"):
+                (folder / shared).symlink_to(place / "jobs" / shared)
+            case = Case(name, cluster, folder)
+            cases[name](case)
+            case.compare(reference)
+            rows.append(case.row())
+            print(rows[-1], flush=True)
+        version = cluster.said("sinfo", "--version")
+    failed = [row for row in rows if row["problems"]]
+    lines = [
+        "# Trainings under Slurm that are interrupted",
+        f"{version} on one node, with the files of the guide; {COUNT} experts of "
+        f"{SETTINGS['size']} networks, trained for {steps:,} steps each on scikit-learn's digits.",
+        "",
+        "| what happens | interruptions | starts of steps | saved after a signal | weights of both experts |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        equal = "equal, bit for bit" if row["equal"] else "**differ**"
+        cells = [row["case"], row["interruptions"], row["starts"], row["saved"], equal]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    print(start.write("slurm", lines, {"threads": 1, "slurm": version, "rows": rows}))
+    if failed:
+        names = ", ".join(str(row["case"]) for row in failed)
+        raise HddmError(f"{names}: a check failed, as printed above")
+
+
+if __name__ == "__main__":
+    main(app)
