@@ -7,6 +7,7 @@ and, once they are trained, their ensemble. Exits with 1 if a check fails.
 import functools
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +36,9 @@ from benchmarks.slurm.cases import (
 )
 from benchmarks.slurm.cluster import Slurm
 from hddm.utils.errors import HddmError
-from hddm_cli.app import run_words
+from hddm.utils.processes import interruptible
 
-STEPS, QUICK_STEPS = 600, 150
+STEPS, QUICK_STEPS = 400, 150
 KILLS, QUICK_KILLS = 24, 4
 SETTINGS = {
     "objective": "flow",
@@ -64,10 +65,13 @@ def prepare(work: Path, steps: int) -> Path:
     hddm.chmod(0o755)
     digit_shards(work, COUNT).rename(work / "pixels")
     (work / "run.yaml").write_text(yaml.safe_dump(SETTINGS | {"steps": steps}))
+    trainings: list[subprocess.Popen[bytes]] = []
     for k in range(COUNT):
-        shard, out = work / "pixels" / f"shard_{k}", work / "experts" / f"expert_{k}"
-        config = str(work / "run.yaml")
-        run_words(["train", "expert", str(shard), "--out", str(out), "--config", config])
+        words = ["train", "expert", f"pixels/shard_{k}", "--out", f"experts/expert_{k}"]
+        words += ["--config", "run.yaml"]
+        trainings.append(subprocess.Popen([hddm, *words], cwd=work, start_new_session=True))
+    if any([one.wait() for one in trainings]):
+        raise HddmError(f"{work}: the uninterrupted trainings failed")
     return work / "experts"
 
 
@@ -92,7 +96,7 @@ def run(
         "killed": functools.partial(killed, kills=kills),
     }
     place = work.absolute() / "slurm"
-    with Slurm(place / "cluster") as cluster:
+    with interruptible(), Slurm(place / "cluster") as cluster:
         reference = prepare(place / "jobs", steps)
         rows: list[dict[str, object]] = []
         for name in only or cases:

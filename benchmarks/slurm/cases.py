@@ -33,6 +33,8 @@ class Case:
     folder: Path
     job: str = ""
     interruptions: int = 0
+    earlier: list[str] = field(default_factory=lambda: [""] * COUNT)
+    """What the tasks of an earlier job have written."""
     problems: list[str] = field(default_factory=list)
 
     def submit(self, *options: str, with_ensemble: bool = True) -> str:
@@ -51,8 +53,8 @@ class Case:
 
     def log(self, task: str) -> str:
         """What a task has written in all of its lives."""
-        path = self.folder / f"experts-{task}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        path, before = self.folder / f"experts-{task}.log", self.earlier[int(task[-1])]
+        return before + path.read_text(errors="replace") if path.exists() else before
 
     def lives(self, task: str) -> int:
         """How often a task has reached its steps."""
@@ -69,8 +71,9 @@ class Case:
             time.sleep(0.5)
 
     def wait_for_steps(self) -> None:
-        """Wait until all tasks take steps."""
-        self.wait(lambda: all(map(self.lives, self.tasks)), "first step")
+        """Wait until all tasks are in the middle of their steps, with a checkpoint."""
+        runs = [self.folder / "experts" / f"expert_{k}.run" / "checkpoints" for k in range(COUNT)]
+        self.wait(lambda: all(any(run.glob("step_*")) for run in runs), "first checkpoint")
 
     def finish(self) -> None:
         """Wait until all tasks have ended well."""
@@ -146,12 +149,18 @@ def requeued(case: Case) -> None:
 
 
 def out_of_time(case: Case) -> None:
-    """The time limit comes, and before it the signal of the job."""
-    ensemble = case.submit("--time=1", "--signal=USR1@15")
+    """The time limit comes, and before it the signal of the file."""
+    ensemble = case.submit("--time=60")
+    case.wait_for_steps()
+    for task in case.tasks:
+        # The signal is due five minutes before the end, and so at once.
+        hours, minutes, _ = case.cluster.show(task)["RunTime"].split(":")
+        case.cluster.update(task, f"TimeLimit={60 * int(hours) + int(minutes) + 3}")
+    case.wait(lambda: all(map(case.cluster.restarts, case.tasks)), "the signal")
+    case.interruptions = COUNT
     case.finish()
-    case.interruptions = sum(case.cluster.restarts(task) for task in case.tasks)
-    case.check(case.interruptions > 0, "no task came near its time limit")
-    case.check("exit code 138" in "".join(map(case.log, case.tasks)), "SIGUSR1 stopped none")
+    for task in case.tasks:
+        case.check("exit code 138" in case.log(task), f"{task}: was not stopped by SIGUSR1")
     _check_ensemble(case, ensemble)
 
 
@@ -166,11 +175,8 @@ def cancelled(case: Case) -> None:
     case.check(restarts == [0] * COUNT, f"a cancelled job was requeued: {restarts}")
     for task in case.tasks:
         case.check("progress is saved" in case.log(task), f"{task}: has not saved its training")
-    before = {k: case.log(task) for k, task in enumerate(case.tasks)}
+    case.earlier = [case.log(task) for task in case.tasks]
     case.submit(with_ensemble=False)
-    for k, task in enumerate(case.tasks):
-        # One history, as if the job were the same.
-        (case.folder / f"experts-{task}.log").write_text(before[k])
     case.finish()
 
 
@@ -197,8 +203,8 @@ class Killer:
         life = int(found["Restarts"])
         if life != self._life:
             self._life, self._seen, self._due = life, case.lives(task), None
-            # One of five is killed while it starts, the others while they take steps.
-            if self.drawn.random() < 0.2:
+            # Two of five are killed while they start, the others while they take steps.
+            if self.drawn.random() < 0.4:
                 self._due = now + self.drawn.uniform(1, 15)
         if self._due is None and case.lives(task) > self._seen:
             self._due = now + self.drawn.uniform(0, 4)

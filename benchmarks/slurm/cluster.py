@@ -134,9 +134,12 @@ class Slurm:
         return int(self.show(job).get("Restarts", "0"))
 
     def release(self, job: str) -> None:
-        """Start a requeued job at once; Slurm has it wait for two minutes."""
-        if self.state(job) == "PENDING":
-            self.said("scontrol", "update", f"jobid={job}", "StartTime=now")
+        """Start a requeued job at once, for which Slurm waits two minutes; give it an hour."""
+        if self.show(job).get("Reason") == "BeginTime":
+            self.update(job, "StartTime=now", "TimeLimit=60")
+
+    def update(self, job: str, *values: str) -> None:
+        self.said("scontrol", "update", f"jobid={job}", *values)
 
     def processes(self, job: str) -> list[int]:
         """Return the processes of the steps that srun has started for a job."""
@@ -165,8 +168,11 @@ class Slurm:
     def _until(self, is_true: Callable[[], bool], name: str, seconds: float = 30.0) -> None:
         end = time.monotonic() + seconds
         while not is_true():
-            if time.monotonic() > end or self._processes[-1].poll() is not None:
-                raise HddmError(f"{self.folder / name}.log: {name} did not start")
+            ended = [one for one in self._processes if one.poll() is not None]
+            if time.monotonic() > end or ended:
+                raise HddmError(
+                    f"{self.folder / name}.log: {name} did not start, or another daemon ended"
+                )
             time.sleep(0.2)
 
 
