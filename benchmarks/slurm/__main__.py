@@ -39,7 +39,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.processes import interruptible
 
 STEPS, QUICK_STEPS = 400, 150
-KILLS, QUICK_KILLS = 24, 4
+KILLS, QUICK_KILLS = 20, 4
 SETTINGS = {
     "objective": "flow",
     "size": "tiny",
@@ -84,10 +84,11 @@ def run(
     work: WorkOption = Path("runs"),
     is_quick: QuickOption = False,
     only: Annotated[list[str] | None, typer.Option(help="Names of cases.")] = None,
+    kills: Annotated[int, typer.Option(help="Trainings killed by SIGKILL.")] = KILLS,
 ) -> None:
     """Interrupt two trainings in every way, and compare them with uninterrupted ones."""
     start = Start(results=results, work=work)
-    steps, kills = (QUICK_STEPS, QUICK_KILLS) if is_quick else (STEPS, KILLS)
+    steps, kills = (QUICK_STEPS, QUICK_KILLS) if is_quick else (STEPS, kills)
     cases: dict[str, Callable[[Case], None]] = {
         "pre-empted": preempted,
         "requeued": requeued,

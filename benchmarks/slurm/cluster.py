@@ -1,11 +1,13 @@
 """A Slurm cluster of this machine alone: its daemons, in a folder of their own, and questions to it."""
 
+import contextlib
 import getpass
 import os
 import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,8 +27,8 @@ ClusterName=hddm
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
-SlurmctldPort=7827
-SlurmdPort=7828
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
@@ -76,7 +78,12 @@ class Slurm:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        values = {"host": host, "user": getpass.getuser(), "folder": folder}
+        values = {
+            "host": host,
+            "user": getpass.getuser(),
+            "folder": folder,
+            "ports": _free_ports(2),
+        }
         text = CONFIG.format(**values, grace=GRACE, kill_wait=KILL_WAIT)
         (folder / "slurm.conf").write_text(text)
         places = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in _MUNGE]
@@ -174,6 +181,15 @@ class Slurm:
                     f"{self.folder / name}.log: {name} did not start, or another daemon ended"
                 )
             time.sleep(0.2)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of this machine that nothing listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 _MUNGE = ("socket", "key-file", "pid-file", "log-file", "seed-file")

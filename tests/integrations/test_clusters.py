@@ -62,7 +62,7 @@ def test_their_commands_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_shell_reads_the_scripts(path: Path) -> None:
-    subprocess.run(["bash", "-n", path], check=True)
+    subprocess.run(["bash", "-O", "extglob", "-n", path], check=True)
 
 
 def test_the_codes_that_they_know_are_those_of_a_training_that_was_saved() -> None:
