@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -75,6 +75,23 @@ def prepare(work: Path, steps: int) -> Path:
     return work / "experts"
 
 
+def table(rows: Sequence[Mapping[str, object]], steps: int, version: str) -> list[str]:
+    """The lines of the result, which begin with the title."""
+    lines = [
+        "# Trainings under Slurm that are interrupted",
+        f"{version} on one node, with the files of the guide; {COUNT} experts of "
+        f"{SETTINGS['size']} networks, trained for {steps:,} steps each on scikit-learn's digits.",
+        "",
+        "| what happens | interruptions | starts of steps | saved after a signal | weights of both experts |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        equal = "equal, bit for bit" if row["equal"] else "**differ**"
+        cells = [row["case"], row["interruptions"], row["starts"], row["saved"], equal]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -112,18 +129,7 @@ def run(
             print(rows[-1], flush=True)
         version = cluster.said("sinfo", "--version")
     failed = [row for row in rows if row["problems"]]
-    lines = [
-        "# Trainings under Slurm that are interrupted",
-        f"{version} on one node, with the files of the guide; {COUNT} experts of "
-        f"{SETTINGS['size']} networks, trained for {steps:,} steps each on scikit-learn's digits.",
-        "",
-        "| what happens | interruptions | starts of steps | saved after a signal | weights of both experts |",
-        "|---|---:|---:|---:|---|",
-    ]
-    for row in rows:
-        equal = "equal, bit for bit" if row["equal"] else "**differ**"
-        cells = [row["case"], row["interruptions"], row["starts"], row["saved"], equal]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines = table(rows, steps, version)
     print(start.write("slurm", lines, {"threads": 1, "slurm": version, "rows": rows}))
     if failed:
         names = ", ".join(str(row["case"]) for row in failed)
