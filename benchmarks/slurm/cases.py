@@ -80,9 +80,8 @@ class Case:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait(lambda: all(self.cluster.state(one) in ended for one in self.tasks), "the end")
         for task in self.tasks:
-            self.check(
-                self.cluster.state(task) == "COMPLETED", f"{task}: {self.cluster.show(task)}"
-            )
+            state = self.cluster.state(task)
+            self.check(state == "COMPLETED", f"{task}: ended as {state}")
 
     def check(self, holds: bool, problem: str) -> None:
         if not holds:
@@ -231,17 +230,17 @@ def killed(case: Case, kills: int) -> None:
         return case.interruptions >= kills or _are(case, "COMPLETED")
 
     case.wait(is_done, f"{kills} kills", LONGEST + 60 * kills)
-    case.wait(lambda: all([_is_settled(case, task) for task in case.tasks]), "the last start")
+    case.wait(lambda: all([_is_completed(case, task) for task in case.tasks]), "the end")
     case.finish()
     case.check(case.interruptions >= kills, f"{case.interruptions} kills, not {kills}")
 
 
-def _is_settled(case: Case, task: str) -> bool:
-    """Return whether a task runs or has ended well; requeue it if it was killed."""
+def _is_completed(case: Case, task: str) -> bool:
+    """Return whether a task has ended well; requeue it if it was killed."""
     state = case.cluster.state(task)
     if state == "FAILED":
         case.cluster.said("scontrol", "requeue", task)
-    return state in ("RUNNING", "COMPLETED")
+    return state == "COMPLETED"
 
 
 def _are(case: Case, state: str) -> bool:
