@@ -100,6 +100,11 @@ class Slurm:
         return self
 
     def __exit__(self, *ended: object) -> None:
+        # Jobs would live on without their daemons.
+        self.said("scancel", "--user", getpass.getuser())
+        end = time.monotonic() + 2 * KILL_WAIT
+        while time.monotonic() < end and self.said("squeue", "-h", "-t", "running,completing"):
+            time.sleep(0.5)
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
             try:
