@@ -7,6 +7,7 @@ when it is asked for.
 import hashlib
 import itertools
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, overload
@@ -37,17 +38,17 @@ class ImageEntry(Record):
 class Texts(Sequence[str]):
     """Texts (N,); text i is ``data[starts[i]:ends[i]]`` in UTF-8, decoded when it is asked for."""
 
-    data: bytes
+    data: bytes | bytearray
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Texts":
-        """Hold ``texts``."""
-        encoded = [text.encode() for text in texts]
-        lengths = np.array([len(one) for one in encoded], dtype=np.int64)
-        ends = np.cumsum(lengths)
-        return cls(b"".join(encoded), ends - lengths, ends)
+        """Hold ``texts``; one at a time is in memory besides."""
+        growing = GrowingTexts()
+        for text in texts:
+            growing.append(text)
+        return growing.texts()
 
     @classmethod
     def joined(cls, parts: Sequence["Texts"]) -> "Texts":
@@ -69,9 +70,9 @@ class Texts(Sequence[str]):
     def __getitem__(self, i: int) -> str: ...
 
     @overload
-    def __getitem__(self, i: slice | NDArray[np.bool_]) -> "Texts": ...
+    def __getitem__(self, i: slice | NDArray[np.bool_ | np.int64]) -> "Texts": ...
 
-    def __getitem__(self, i: int | slice | NDArray[np.bool_]) -> "str | Texts":
+    def __getitem__(self, i: int | slice | NDArray[np.bool_ | np.int64]) -> "str | Texts":
         if isinstance(i, slice | np.ndarray):
             return Texts(self.data, self.starts[i], self.ends[i])
         return self.data[self.starts[i] : self.ends[i]].decode()
@@ -82,6 +83,33 @@ class Texts(Sequence[str]):
             ends = self.ends[first : first + PART].tolist()
             for start, end in zip(starts, ends, strict=True):
                 yield self.data[start:end].decode()
+
+
+class GrowingTexts:
+    """Texts that are added one by one, to become `Texts`."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._ends = array("q")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def append(self, text: str) -> None:
+        """Add a text."""
+        self._data += text.encode()
+        self._ends.append(len(self._data))
+
+    def fill(self, number: int) -> None:
+        """Add empty texts until there are ``number``."""
+        missing = number - len(self._ends)
+        self._ends.extend(itertools.repeat(len(self._data), missing))
+
+    def texts(self) -> Texts:
+        """All texts; none is added afterwards."""
+        ends = np.frombuffer(self._ends, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[:-1]
+        return Texts(self._data, starts, ends)
 
 
 @dataclass(frozen=True, eq=False)
