@@ -50,19 +50,6 @@ class Texts(Sequence[str]):
             growing.append(text)
         return growing.texts()
 
-    @classmethod
-    def joined(cls, parts: Sequence["Texts"]) -> "Texts":
-        """The texts of all ``parts``, one after the other."""
-        first = 0
-        starts: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
-        ends = list(starts)
-        for part in parts:
-            starts.append(part.starts + first)
-            ends.append(part.ends + first)
-            first += len(part.data)
-        data = b"".join(part.data for part in parts)
-        return cls(data, np.concatenate(starts), np.concatenate(ends))
-
     def __len__(self) -> int:
         return len(self.starts)
 
@@ -99,6 +86,14 @@ class GrowingTexts:
         """Add a text."""
         self._data += text.encode()
         self._ends.append(len(self._data))
+
+    def extend(self, texts: Texts) -> None:
+        """Add all of ``texts``."""
+        first = len(self._data)
+        spans = zip(texts.starts.tolist(), texts.ends.tolist(), strict=True)
+        self._data += b"".join(texts.data[start:end] for start, end in spans)
+        ends = first + np.cumsum(texts.ends - texts.starts)
+        self._ends.frombytes(ends.astype(np.int64).tobytes())
 
     def fill(self, number: int) -> None:
         """Add empty texts until there are ``number``."""
@@ -149,15 +144,22 @@ class Entries(Sequence[ImageEntry]):
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["Entries"]) -> "Entries":
-        """The images of all ``parts``, one after the other."""
-        parts = [cls.of(()), *parts]
+    def joined(cls, parts: Iterable["Entries"]) -> "Entries":
+        """The images of all ``parts``, one after the other; no more than one part is in memory twice."""
+        files, captions = GrowingTexts(), GrowingTexts()
+        digests, labels, are_captioned = bytearray(), bytearray(), bytearray()
+        for part in parts:
+            files.extend(part.files)
+            digests += part.sha256.tobytes()
+            labels += part.labels.tobytes()
+            captions.extend(part.captions)
+            are_captioned += part.are_captioned.tobytes()
         return cls(
-            Texts.joined([part.files for part in parts]),
-            np.concatenate([part.sha256 for part in parts]),
-            np.concatenate([part.labels for part in parts]),
-            Texts.joined([part.captions for part in parts]),
-            np.concatenate([part.are_captioned for part in parts]),
+            files.texts(),
+            np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32),
+            np.frombuffer(labels, dtype=np.int32),
+            captions.texts(),
+            np.frombuffer(are_captioned, dtype=np.bool_),
         )
 
     def __len__(self) -> int:

@@ -314,7 +314,7 @@ def write_list(
             yield part
 
     if num <= LARGEST_LIST:
-        images = Entries.joined(list(hashed()))
+        images = Entries.joined(hashed())
         return ImageList(digest.hexdigest(), images, None)
     path = folder / TABLE_FILE
     rows = write_table(path, hashed())
