@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hddm.data.entries import PART, Entries, ImageEntry
+from hddm.data.entries import Entries, ImageEntry
 from hddm.data.images import THREADS, fit_image, open_image, read_ahead, to_unit_range, too_many_bad
 from hddm.data.shard_records import (
     DEVIATION,
@@ -115,9 +115,10 @@ def encode_shards(
     is_partition = (source / PARTITION_FILE).is_file()
     folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
     with Progress(None, "read the networks", is_drawn=False):
-        language = _open_language(settings)
-        shards = {folder: _outline_of(folder, language) for folder in folders}
-        encoder = _open_encoder(shards, settings, language)
+        # Networks take minutes to read, so what needs none is checked first.
+        has_text = _has_text(settings)
+        shards = {folder: _outline_of(folder, has_text) for folder in folders}
+        encoder = _open_encoder(shards, settings)
     row_bytes = 0
     for shape, dtype in encoder.layout.values():
         row_bytes += torch.Size(shape).numel() * dtype.itemsize
@@ -154,6 +155,7 @@ def encode_shards(
             shard = read_images_manifest(folder)
             if shard.hash != outline.hash:
                 raise HddmError(f"{folder}: changed since it was opened; encode again")
+            _warn_of_cuts(folder, shard.images, encoder)
             (draft.whole / place).mkdir(parents=True, exist_ok=True)
             for number, start in enumerate(range(0, len(shard.images), rows)):
                 name = place / f"data-{number:05d}.safetensors"
@@ -313,9 +315,7 @@ class _Encoder:
         return stored
 
 
-def _open_encoder(
-    shards: Mapping[Path, ShardOutline], settings: EncodingSettings, language: "_Language | None"
-) -> _Encoder:
+def _open_encoder(shards: Mapping[Path, ShardOutline], settings: EncodingSettings) -> _Encoder:
     """Open the networks for ``shards`` by folder; raises as `encode_shards`."""
     vae = settings.vae
     device = available_device(settings.device)
@@ -337,9 +337,16 @@ def _open_encoder(
         images = int(network.config.in_channels), height, width
         shape = int(network.config.latent_channels), height // factor, width // factor
     text, text_record = None, None
-    if language is not None:
-        text_record = language.record
-        text = (read_text_encoder(language.folder), language.tokenizer)
+    if settings.text_encoder is not None and settings.tokenizer is not None:
+        words = read_tokenizer(settings.tokenizer)
+        text_record = text_encoder_record_of(
+            settings.text_encoder, words.model_max_length, pad=words.pad_token
+        )
+        if text_record.kind != CLIP:
+            raise HddmError(
+                f"{settings.text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP}"
+            )
+        text = (read_text_encoder(settings.text_encoder), words)
         nn.Module.to(text[0], device)
     is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
@@ -355,48 +362,36 @@ def _open_encoder(
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
 
 
-class _Language(NamedTuple):
-    """Folder of a text encoder that is not read yet, its record, and its tokenizer."""
-
-    folder: Path
-    record: TextEncoderRecord
-    tokenizer: Any
-
-
-def _open_language(settings: EncodingSettings) -> _Language | None:
-    """What captions are encoded by, if they are; raises as `encode_shards`."""
-    folder = settings.text_encoder
-    if folder is None and settings.tokenizer is None:
-        return None
-    if folder is None or settings.tokenizer is None:
+def _has_text(settings: EncodingSettings) -> bool:
+    """True if captions are to be encoded; raises as `encode_shards`."""
+    if (settings.text_encoder is None) != (settings.tokenizer is None):
         lacking = "`tokenizer`" if settings.tokenizer is None else "`text_encoder`"
         raise UsageError(
             f"{lacking}: text needs a text encoder and its tokenizer; name both folders"
         )
-    words = read_tokenizer(settings.tokenizer)
-    record = text_encoder_record_of(folder, words.model_max_length, pad=words.pad_token)
-    if record.kind != CLIP:
-        raise HddmError(f"{folder}: is {an(record.kind)}, but captions need a {CLIP}")
-    return _Language(folder, record, words)
+    return settings.text_encoder is not None
 
 
-def _outline_of(folder: Path, language: _Language | None) -> ShardOutline:
-    """Read the list of the shard in ``folder``, and check its captions; raises as `encode_shards`."""
+def _outline_of(folder: Path, has_text: bool) -> ShardOutline:
+    """Read the list of the shard in ``folder``; raises as `encode_shards`."""
     shard = read_images_manifest(folder)
     refuse_without_tables(len(shard.images))
-    if language is not None:
-        captions = captions_of(shard.images)
-        if captions is None:
-            remedy = "drop `text_encoder` or partition images with captions"
-            raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
-        length = language.record.tokens
-        cut = 0
-        for first in range(0, len(captions), PART):
-            cut += len(cuts(language.tokenizer, captions[first : first + PART], length))
-        if cut:
-            message = "%s: %d of %d captions have more than %d tokens and are cut"
-            log.warning(message, folder, cut, len(captions), length)
+    if has_text and captions_of(shard.images) is None:
+        remedy = "drop `text_encoder` or partition images with captions"
+        raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
     return ShardOutline(shard.hash, len(shard.images), shard.channels, shard.size)
+
+
+def _warn_of_cuts(folder: Path, images: Entries, encoder: _Encoder) -> None:
+    if encoder.text is None or encoder.text_record is None:
+        return
+    length = encoder.text_record.tokens
+    cut = 0
+    for part in images.parts():
+        cut += len(cuts(encoder.text[1], part.captions, length))
+    if cut:
+        message = "%s: %d of %d captions have more than %d tokens and are cut"
+        log.warning(message, folder, cut, len(images), length)
 
 
 def _shape(shards: Mapping[Path, ShardOutline], resolution: int | None) -> tuple[int, int, int]:
