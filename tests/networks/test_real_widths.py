@@ -126,7 +126,7 @@ SIZES = {name: Size(one.config, one.weights) for name, one in PUBLISHED.items()}
             "out_channels": 16,
             "pos_embed_max_size": 192,
         },
-        2.1e9,
+        2.03e9,
     ),
     "ZImageTransformer2DModel": Size(
         {
