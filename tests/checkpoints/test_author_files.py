@@ -32,6 +32,7 @@ from hddm.networks.components import read_config
 from hddm.networks.families import known_family
 from tests.artefacts import Command
 from tests.checkpoint_files import converted, randomised, record_of, refused, written_back
+from tests.flow_models import velocity_by_hand
 from tests.ldm_files import ldm_vae
 
 SIDE = 8
@@ -140,6 +141,21 @@ def _file(network: ModelMixin, root: str) -> dict[str, Tensor]:
     return {f"{root}{one.name}": one.read().contiguous() for one in planned}
 
 
+def _inputs(network: ModelMixin) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """States, their times, and conditions that the network takes."""
+    noise = torch.Generator().manual_seed(0)
+    given = {"encoder_hidden_states": torch.randn(2, 5, 24, generator=noise)}
+    if isinstance(
+        network, ChromaTransformer2DModel | ZImageTransformer2DModel | Lumina2Transformer2DModel
+    ):
+        given["encoder_attention_mask"] = (torch.arange(5) < 3).float().expand(2, 5)
+    else:
+        given["pooled_projections"] = torch.randn(2, 40, generator=noise)
+    if network.config.get("guidance_embeds"):
+        given["guidance"] = torch.full((2,), 2.0)
+    return torch.randn(2, 16, SIDE, SIDE, generator=noise), torch.tensor([0.3, 0.8]), given
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_lead_to_what_diffusers_own_function_makes_of_them(kind: str) -> None:
     """Each row of a tensor has a number of its own; halves, parts and swaps show in their order."""
@@ -216,20 +232,9 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     for name, value in sizes.items():
         assert config[name] == (list(value) if isinstance(value, tuple) else value), name
     field = library.load(tmp_path / "expert")
-    family = known_family(network)
-    noise = torch.Generator().manual_seed(0)
-    given = {"encoder_hidden_states": torch.randn(2, 5, 24, generator=noise)}
-    if layout in ("chroma", "z-image", "lumina2"):
-        given["encoder_attention_mask"] = (torch.arange(5) < 3).float().expand(2, 5)
-    else:
-        given["pooled_projections"] = torch.randn(2, 40, generator=noise)
-    if config.get("guidance_embeds"):
-        given["guidance"] = torch.full((2,), 2.0)
-    x, t = torch.randn(2, 16, SIDE, SIDE, generator=noise), torch.tensor([0.3, 0.8])
-    with torch.no_grad():
-        expected = family.call(network, x, t * 1000 / family.time_factor, given)
-    velocity = field.velocity(x, t, **given)
-    torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-4)
+    x, t, given = _inputs(network)
+    expected = velocity_by_hand(network, x, t, given)
+    torch.testing.assert_close(field.velocity(x, t, **given), expected, rtol=1e-4, atol=1e-4)
 
     back = written_back(hddm, tmp_path / "expert", tmp_path / "back", layout)
     again = load_file(back / "checkpoint.safetensors")
