@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm as library
+from hddm.checkpoints import quantised
 from hddm.checkpoints.author_files import author_layouts
 from hddm.checkpoints.sources import KeyTable
 from hddm.networks.components import read_config
@@ -288,3 +289,110 @@ def test_diffusers_reads_other_files_than_these_too() -> None:
         (SD3Transformer2DModel, convert_sd3_transformer_checkpoint_to_diffusers),
     ):
         assert loaders[network_class.__name__]["checkpoint_mapping_fn"] is function
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["float8", "int8", "nvfp4"])
+def test_text_encoders_that_are_left_out_are_left_as_they_are(
+    kind: str, hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network and the VAE beside them are read as the numbers that they stand for."""
+    content = _file(randomised(Lumina2Transformer2DModel(**LUMINA2)), "model.diffusion_model.")
+    layer = "model.diffusion_model.layers.0.feed_forward.w1"
+    vae = "vae.decoder.conv_in"
+    content |= {
+        name.replace("first_stage_model.", "vae."): one for name, one in ldm_vae(_vae()).items()
+    }
+    for name in (layer, vae):
+        content[f"{name}.weight"] = content[f"{name}.weight"].to(torch.float8_e4m3fn)
+        content[f"{name}.scale_weight"] = torch.full((), 2.0)
+    text = "text_encoders.gemma2_2b.transformer.model.layers.0.mlp.up_proj"
+    stored = {
+        "float8": {
+            "weight": torch.zeros(8, 8).to(torch.float8_e4m3fn),
+            "scale_weight": torch.ones(()),
+        },
+        "int8": {
+            "weight": torch.zeros(8, 8, dtype=torch.int8),
+            "weight_scale": torch.ones(8, 1),
+            "comfy_quant": _bytes(b'{"format": "int8_tensorwise"}'),
+        },
+        "nvfp4": {
+            "weight": torch.zeros(8, 4, dtype=torch.uint8),
+            "weight_scale": torch.ones(128, 4).to(torch.float8_e4m3fn),
+            "weight_scale_2": torch.ones(()),
+            "comfy_quant": _bytes(b'{"format": "nvfp4"}'),
+        },
+    }[kind]
+    for leaf, tensor in stored.items():
+        content[f"{text}.{leaf}"] = tensor
+    content["text_encoders.gemma2_2b.spiece_model"] = _bytes(b"words")
+    save_file(content, tmp_path / "model.safetensors")
+    scaled, own = list[str](), quantised._scaled
+
+    def count(weight: Tensor, scale: Tensor, name: str, path: Path) -> Tensor:
+        scaled.append(name)
+        return own(weight, scale, name, path)
+
+    monkeypatch.setattr(quantised, "_scaled", count)
+    source = tmp_path / "model.safetensors"
+    said = converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    assert sorted(set(scaled)) == [f"{layer}.weight", f"{vae}.weight"]
+    assert "2 tensors in float8 with a scale each are read in float32" in said
+    left = (
+        "its text encoders (gemma2_2b) are left out, as hddm does not read those in single files of"
+    )
+    assert f"{left} lumina2, nor the vocabulary beside them (spiece_model)" in said
+    unread = record_of(tmp_path / "expert")["unread_text_encoder"]
+    assert unread["kind"] == "gemma2_2b"
+    assert "nor the vocabulary" in unread["reason"]
+
+
+@pytest.mark.parametrize("root", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_file_in_the_networks_own_names_is_the_network(
+    kind: str, root: str, hddm: Command, tmp_path: Path
+) -> None:
+    network_class, sizes = KINDS[kind]
+    network = randomised(network_class(**sizes))
+    content = {}
+    for name, tensor in network.state_dict().items():
+        content[f"{root}{name}"] = tensor.contiguous()
+    source = tmp_path / "model.safetensors"
+    save_file(content, source)
+    said = converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    assert "its tensors have diffusers' names" in said
+    record, config = record_of(tmp_path / "expert"), read_config(tmp_path / "expert")
+    assert record["source"]["layout"] == _layout(kind)
+    for name, value in sizes.items():
+        assert config[name] == (list(value) if isinstance(value, tuple) else value), name
+    found = load_file(tmp_path / "expert" / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == network.state_dict().keys()
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    if root:
+        return
+    back = written_back(hddm, tmp_path / "expert", tmp_path / "back", _layout(kind))
+    again = load_file(back / "checkpoint.safetensors")
+    expected = _file(network, root)
+    assert again.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layers.999999999.attention.to_q.weight", "left over layers.999999999.attention"),
+        ("more.weight", "left over more.weight"),
+    ],
+)
+def test_a_file_in_the_networks_own_names_that_is_not_whole_is_refused(
+    name: str, said: str, hddm: Command, tmp_path: Path
+) -> None:
+    network = randomised(ZImageTransformer2DModel(**Z_IMAGE))
+    save_file(dict(network.state_dict()) | {name: torch.zeros(2, 2)}, tmp_path / "a.safetensors")
+    assert said in refused(hddm, tmp_path / "a.safetensors", "--sample-size", SIDE)
