@@ -59,7 +59,7 @@ def _layout_of(family: Family, file: SingleFile) -> FileLayout:
         table=functools.partial(_table, family),
         forward=None,
         declared=lambda weights, arguments, reading, origin: _declared(family, file, arguments),
-        scheduler=None,
+        scheduler=family.file_scheduler,
     )
 
 

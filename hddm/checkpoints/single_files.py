@@ -86,7 +86,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         origin = f"the code of layout {layout.name}"
         declared = replace(
             declared,
-            scheduler=layout.scheduler,
+            scheduler=layout.scheduler(arguments),
             scheduler_origin=origin,
             is_layout_rule=True,
         )

@@ -31,9 +31,10 @@ from hddm.checkpoints.author_files import author_layouts
 from hddm.checkpoints.sources import KeyTable
 from hddm.networks.components import read_config
 from hddm.networks.families import known_family
-from tests.artefacts import Command
+from hddm.schedules import CosineSchedule
+from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import converted, randomised, record_of, refused, written_back
-from tests.flow_models import velocity_by_hand
+from tests.flow_models import flow_pipeline, velocity_by_hand
 from tests.ldm_files import ldm_vae
 
 SIDE = 8
@@ -349,6 +350,69 @@ def test_text_encoders_that_are_left_out_are_left_as_they_are(
     unread = record_of(tmp_path / "expert")["unread_text_encoder"]
     assert unread["kind"] == "gemma2_2b"
     assert "nor the vocabulary" in unread["reason"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_of_a_folder_goes_to_a_single_file_that_means_the_same(
+    kind: str, hddm: Command, tmp_path: Path
+) -> None:
+    network_class, sizes = KINDS[kind]
+    network, layout = randomised(network_class(**sizes)), _layout(kind)
+    scheduler = dict(known_family(network).file_scheduler(network.config))
+    del scheduler["_class_name"]
+    source = flow_pipeline(tmp_path / "source", network, **scheduler)
+    side = ("--sample-size", SIDE)
+    converted(hddm, source, tmp_path / "expert", *side)
+    file = written_back(hddm, tmp_path / "expert", tmp_path / "back", layout)
+    converted(hddm, file / "checkpoint.safetensors", tmp_path / "again", *side)
+    first, again = record_of(tmp_path / "expert"), record_of(tmp_path / "again")
+    for key in ("prediction_type", "schedule", "time_scale", "sample_shape", "shift", "conditions"):
+        assert again[key] == first[key], key
+    weights = "diffusion_pytorch_model.safetensors"
+    expected = load_file(tmp_path / "expert" / weights)
+    found = load_file(tmp_path / "again" / weights)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    x, t, given = _inputs(network)
+    velocities = []
+    for name in ("expert", "again"):
+        velocities.append(library.load(tmp_path / name).velocity(x, t, **given))
+    assert torch.equal(*velocities)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"schedule": CosineSchedule().config, "prediction_type": "v_prediction"},
+            "means flow_prediction on the straight path, with times up to 1, and",
+        ),
+        ({"time_scale": 0.5}, "has flow_prediction on the straight path, with times up to 0.5"),
+        ({"latent_scale": 0.18215}, "means latents times 0.3611, and"),
+    ],
+)
+def test_what_a_single_file_would_say_otherwise_is_named(
+    changes: dict[str, Any], said: str, hddm: Command, tmp_path: Path
+) -> None:
+    network = randomised(ZImageTransformer2DModel(**Z_IMAGE))
+    source = flow_pipeline(tmp_path / "source", network, shift=3.0)
+    expert = tmp_path / "expert"
+    converted(hddm, source, expert, "--sample-size", SIDE)
+    edit_json(expert / "expert.json", **changes)
+    error = refused(hddm, expert, "--to-layout", "z-image")
+    assert said in error
+    if "schedule" in changes:
+        assert "has v_prediction on CosineSchedule" in error
+
+
+def test_another_shift_is_noted(hddm: Command, tmp_path: Path) -> None:
+    network = randomised(ZImageTransformer2DModel(**Z_IMAGE))
+    source = flow_pipeline(tmp_path / "source", network, shift=6.0)
+    converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    told = ("convert", tmp_path / "expert", "--out", tmp_path / "back", "--to-layout", "z-image")
+    assert "means steps with a shift of 3, and the expert wants 6" in hddm(*told)[1]
 
 
 @pytest.mark.parametrize("root", ["", "model.diffusion_model."])
