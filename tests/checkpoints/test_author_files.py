@@ -358,6 +358,8 @@ def test_an_expert_of_a_folder_goes_to_a_single_file_that_means_the_same(
     kind: str, hddm: Command, tmp_path: Path
 ) -> None:
     network_class, sizes = KINDS[kind]
+    if known_family(network_class).states_size:
+        sizes = sizes | {"sample_size": SIDE}
     network, layout = randomised(network_class(**sizes)), _layout(kind)
     scheduler = dict(known_family(network).file_scheduler(network.config))
     del scheduler["_class_name"]
