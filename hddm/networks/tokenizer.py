@@ -84,7 +84,7 @@ def check_tokenizer(
     if writes_chats and not has_template(folder, config):
         raise HddmError(
             f"{folder}: has no chat template, which says how prompts are written; fetch "
-            "tokenizer_config.json anew"
+            "tokenizer_config.json or chat_template.jinja anew, whichever of them has it there"
         )
     missing = [name for name in kind.files if not (folder / name).is_file()]
     has_files = kind.files and not missing
