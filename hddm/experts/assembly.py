@@ -54,7 +54,7 @@ from hddm.experts.records import (
     read_router,
     weights_in,
 )
-from hddm.fit import Findings, are_alike
+from hddm.fit import Findings, are_alike, compare_kinds
 from hddm.networks.components import MODEL_INDEX
 from hddm.networks.folders import sha256_once
 from hddm.networks.programs.permission import opens_programs
@@ -425,9 +425,13 @@ def _fitting(
         components, experts = arrange(experts, given, own, _num_kept(before), found)
         if routing.folder is not None:
             experts = _with_outputs(experts, routing.folder, found)
-        if not are_alike(candidates_of(experts)):
+        candidates = candidates_of(experts)
+        if not are_alike(candidates):
+            kinds = Findings()
+            compare_kinds(candidates, kinds)
             found.note(
-                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
+                "experts make samples of several kinds, so one is drawn per sample, and none are mixed "
+                f"({', '.join(kinds.lines)})"
             )
     if routing.evidence is not None:
         for folder in folders:

@@ -87,7 +87,7 @@ def test_prompts_become_the_pipelines_own_conditions(
 ) -> None:
     """Bit for bit; the sentence before prompts is not before negative ones."""
     prompts = [*PROMPTS, "", "a\n猫", "cat on a dog " * 80]
-    with pytest.warns(UserWarning, match="Gemma 2: a prompt of .* is cut to 256"):
+    with pytest.warns(UserWarning, match="Gemma 2: a prompt of .* is cut to 256") as warned:
         encoded = HDDMPipeline.from_pretrained(expert).encode(
             prompts, negative_prompt=against or None, guided=True
         )
@@ -96,6 +96,8 @@ def test_prompts_become_the_pipelines_own_conditions(
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             assert torch.equal(ours[name].expand_as(value), value), name
+    # What is lost is shown in part.
+    assert len(str(warned[0].message)) < 250
     lengths = encoded.given[MASK].sum(1).tolist()
     assert lengths[-1] == 256
     assert len(set(lengths)) == len(lengths)
@@ -421,6 +423,20 @@ def test_hostile_files_are_refused_in_one_line(
     told = text.missing or refusal(lambda: read_texts(text.components["text_encoder"]))
     assert said in told
     assert "\n" not in told
+
+
+def test_an_index_that_does_not_fit_the_network_is_told_as_such(
+    source: Path, hddm: Command, tmp_path: Path
+) -> None:
+    other = copied(source, tmp_path)
+    edit_json(other / "model_index.json", _class_name="FluxPipeline")
+    told = refusal(library.convert, other, tmp_path / "out")
+    assert "is of a FluxPipeline, and the network beside it is a Lumina2Transformer2DModel" in told
+    assert "which belongs into a Lumina2Pipeline; correct _class_name" in told
+    named = ["diffusers", "LuminaNextDiT2DModel"]
+    edit_json(other / "model_index.json", _class_name="Lumina2Pipeline", transformer=named)
+    said = printed(hddm, "convert", other, "--out", tmp_path / "out")
+    assert "calls it LuminaNextDiT2DModel, and" in said
 
 
 def test_a_vocabulary_as_large_as_that_of_gemma_2_is_read(source: Path, tmp_path: Path) -> None:
