@@ -152,7 +152,8 @@ class Slurm:
         Not at once: a node refuses a job whose former life ended in the same second.
         """
         found = self.show(job)
-        if found.get("Reason") != "BeginTime":
+        # The time is unknown for a moment.
+        if found.get("Reason") != "BeginTime" or found["StartTime"] == "Unknown":
             return
         wait = datetime.fromisoformat(found["StartTime"]) - datetime.now()
         if wait > timedelta(seconds=5):
