@@ -189,7 +189,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     names_vae = any(_is_there(index.get(one)) for one in VAES)
     scale, is_latent, notes = _latents(above, names_vae, arguments)
     place, more = _vae_folder(above), list[str]()
-    network_name = index.get(folder.name)
+    network_name: Any = index.get(folder.name)
     if _is_known(network_name) and network_name[1] != read_config(folder).get("_class_name"):
         more.append(
             f"{above / MODEL_INDEX} calls it {network_name[1]}, and {path}, which is read, otherwise"
