@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, choose
@@ -59,39 +60,98 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchang
 def adams_moulton(
     velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged
 ) -> Tensor:
-    """Adams-Bashforth predictor and three-point Adams-Moulton corrector, order 3, one call per step.
+    """Adams-Bashforth predictor and Adams-Moulton corrector, order 3, one call per step.
 
-    With steps h_0, then h, a step is predicted from the velocities v at its beginning and v_before at the
-    beginning of the step before. The first step is Euler's:
+    With steps h_1, h_0 and now h, and the velocities v_2, v_1 and v at their beginnings, the velocity at s
+    after the beginning of a step is predicted as a line and part of a bend:
 
-        x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before]
+        u(s) = v + d s + w b s (s + h_0)     d = (v - v_1) / h_0,  b = (d - (v_1 - v_2) / h_1) / (h_0 + h_1)
 
-    The velocity at a predicted state corrects that state and serves the next prediction (mode PEC). With the
-    velocity u that the predictor expected at the end of h:
+    The step is x += ∫ u(s) ds from 0 to h; the first one is Euler's, the second one has no bend. The velocity
+    v' at a predicted state corrects that state, and serves the next prediction (mode PEC):
+    x += g (v' - u(h)). Here g is the integral of the next polynomial, which is 0 where velocities are used,
+    and 1 at h. The last state is a prediction.
 
-        x += h (2h + 3h_0) / (6 (h + h_0)) (v - u)        u = v_before + (h / h_0) (v_before - v_before_that)
-
-    After the first step, x += h/2 (v - v_before). The last state is a prediction.
+    Each sample has a weight w of its own, since the velocity bends smoothly in some regions and turns sharply
+    in others. It is the one that would have fitted the steps so far, the last ones above all (`_Fit`).
     Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, sections III.1 and III.5.
     """
-    before = expected = x
-    last_step = gain = 0.0
+    slopes: list[Tensor] = []
+    steps: list[float] = []
+    end = expected = bend_at_end = x
+    gain: float | Tensor = 0.0
+    fit = _Fit()
     for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
         slope = velocity(x, now, then)
-        if index == 0:
-            mean = slope
-            gain = step / 2
-        else:
+        if index > 0:
             x = x + gain * (slope - expected)
-            weight = step / (2 * last_step)
-            mean = (1 + weight) * slope - weight * before
-            gain = step * (2 * step + 3 * last_step) / (6 * (step + last_step))
+        if index > 2:
+            fit.add(slope - end, bend_at_end)
+        mean = end = expected = slope
+        gain = step / 2
+        if index > 0:
+            last = steps[-1]
+            rise = (slope - slopes[-1]) / last
+            mean = slope + step / 2 * rise
+            end = expected = slope + step * rise
+            gain = step * (2 * step + 3 * last) / (6 * (step + last))
+        if index > 1:
+            before = steps[-2]
+            bend = (rise - (slopes[-1] - slopes[-2]) / before) / (last + before)
+            bend_at_end = step * (step + last) * bend
+            weight = fit.weight(x)
+            mean = mean + weight * (step * (2 * step + 3 * last) / 6) * bend
+            expected = end + weight * bend_at_end
+            gain = gain + weight * (_gain(step, last, before) - gain)
         x = on_step(index, x + step * mean)
-        # The predictor is a line in t, and ``mean`` its value half-way.
-        expected = 2 * mean - slope
-        before, last_step = slope, step
+        slopes = [*slopes[-1:], slope]
+        steps = [*steps[-1:], step]
     return x
+
+
+def _gain(step: float, last: float, before: float) -> float:
+    """∫ s (s + h_0) (s + h_0 + h_1) ds from 0 to h, over its integrand at h."""
+    first, second = last, last + before
+    integral = step**4 / 4 + (first + second) * step**3 / 3 + first * second * step**2 / 2
+    return integral / (step * (step + first) * (step + second))
+
+
+class _Fit:
+    """The share of the bend in the velocities that came, for each sample.
+
+    Of steps i with the deviation r_i of a velocity from the line, and the bend b_i that was expected there,
+    w = Σ m_i r_i·b_i / Σ m_i |b_i|², from -1 to 1, where m_i falls by `_MEMORY` with each step. It is 0
+    before the first of them. On a smooth path w tends to 1; below 0, the velocity turned the other way.
+    """
+
+    def __init__(self) -> None:
+        self._along: Tensor | None = None
+        self._squared: Tensor | None = None
+
+    def add(self, deviation: Tensor, bend: Tensor) -> None:
+        along, squared = _dot(deviation, bend), _dot(bend, bend)
+        if self._along is not None and self._squared is not None:
+            along, squared = along + _MEMORY * self._along, squared + _MEMORY * self._squared
+        self._along, self._squared = along, squared
+
+    def weight(self, x: Tensor) -> Tensor:
+        """The weights, in the dtype of ``x``, to multiply its samples by."""
+        shape = (len(x), *[1] * (x.dim() - 1))
+        if self._along is None or self._squared is None:
+            return x.new_zeros(shape)
+        least = torch.finfo(self._squared.dtype).tiny
+        share = self._along / self._squared.clamp(min=least)
+        return share.clamp(-1, 1).reshape(shape).to(x.dtype)
+
+
+_MEMORY = 0.8
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Products of samples (batch,), in float32 at least."""
+    product = a * b if a.dtype == torch.float64 else a.float() * b.float()
+    return product.reshape(len(a), -1).sum(1)
 
 
 SOLVERS: dict[str, Solver] = {
