@@ -21,30 +21,17 @@ from hddm.checkpoints.sources import (
     choose_set,
     same,
 )
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS, base_of
+from hddm.experts.ensemble_records import kept_components
 from hddm.experts.expert import without_adapter
-from hddm.experts.kept import kept_components
-from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
-from hddm.experts.records import (
-    EXPERT_FILE,
-    EXTRAS_FILE,
-    FILES,
-    read_expert_record,
-    read_nulls,
-    remedy,
-)
-from hddm.networks.components import (
-    MODEL_INDEX,
-    STEM,
-    read_config,
-    read_file,
-    read_index,
-    weights_of_variant,
-)
+from hddm.experts.lora import open_adapted
+from hddm.experts.record_folders import read_nulls
+from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, remedy
+from hddm.networks.components import STEM, read_config, read_file, read_index, weights_of_variant
 from hddm.networks.encoders import VAES as VAE_KINDS
 from hddm.networks.families import Family, known_family, layouts, pipeline_networks
 from hddm.networks.families.installed import may_be_added
 from hddm.networks.folders import (
-    WEIGHTS,
     empty_network,
     of_families,
     open_network,
@@ -55,12 +42,13 @@ from hddm.networks.folders import (
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.networks.vae import identify_vae, scale_and_shift
-from hddm.schedules import DDPM_FAMILY, FAMILIES
+from hddm.schedule_records import DDPM_FAMILY
+from hddm.schedules import FAMILIES
 from hddm.settings import Conversion, Reading
 from hddm.utils.documents import parse_yaml
 from hddm.utils.errors import HddmError, an, did_you_mean, errors_as, one_line, shown
 from hddm.utils.files import inside, read_json
-from hddm.utils.records import damage, refuse_damaged
+from hddm.utils.records import MODEL_INDEX, WEIGHTS, damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"

@@ -20,9 +20,9 @@ from hddm.networks.encoders import HELD_CODE
 from hddm.utils.errors import HddmError, an, shown
 from hddm.utils.files import file_kind, inside, read_json, write_json
 from hddm.utils.pickles import read_pickle
+from hddm.utils.records import MODEL_INDEX
 from hddm.utils.tensors import Planned, read_safetensors, write_safetensors
 
-MODEL_INDEX = "model_index.json"
 STEM = "diffusion_pytorch_model"
 """Name of weights files of diffusers, without variant and ending."""
 _TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")

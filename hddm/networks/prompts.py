@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.chat_template import has_template
 from hddm.networks.clip_reading import PromptReading, read_states
-from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
+from hddm.networks.components import class_in, find_weights, read_config
 from hddm.networks.encoders import ALONE, T5, TextEncoderClass, TokenizerClass
 from hddm.networks.families import Family, pipelines
 from hddm.networks.families.family import Prompts
@@ -52,6 +52,7 @@ from hddm.networks.text_encoder import (
 from hddm.networks.tokenizer import cuts, padding_of, read_tokenizer, refuse_half_characters
 from hddm.utils.errors import HddmError, UsageError, an, in_words, one_line
 from hddm.utils.files import inside, read_json, write_json
+from hddm.utils.records import MODEL_INDEX
 from hddm.utils.tensors import append_dims
 
 ZEROS = "force_zeros_for_empty_prompt"

@@ -24,7 +24,7 @@ from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.experts.components import how_to_add
-from hddm.experts.kept import numbered
+from hddm.experts.ensemble_records import numbered
 from hddm.networks.clip_reading import PromptReading
 from hddm.networks.encoders import T5
 from hddm.networks.families import Family

@@ -19,7 +19,8 @@ from hddm.classes import Labels
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, shift_of
+from hddm.experts.ensemble_records import COMPONENTS, EnsembleRecord
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, save_ensemble
 from hddm.guidance import Guidance

@@ -17,12 +17,12 @@ import hddm as library
 from hddm.checkpoints.write_back import write_back
 from hddm.experts.assembly import assemble
 from hddm.networks.families.lumina2 import LUMINA2
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
 from hddm.networks.text_encoder import read_text_encoder
 from hddm.networks.tokenizer import read_tokenizer
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import record_of
 from tests.component_files import saved_in_parts, write_gemma2, write_vae

@@ -1,0 +1,130 @@
+"""What commands import: records are shown and slips refused without torch."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from hddm.schedule_records import recorded_range
+from hddm.schedules import DDPM_FAMILY, from_config, from_diffusers
+from tests.artefacts import in_a_fresh_process, in_fresh_processes, variant
+from tests.evaluation.test_compare import RESULT
+
+TORCH = {"torch", "diffusers", "transformers", "accelerate", "peft", "matplotlib", "sklearn"}
+"""`hddm compare` needs Student's distribution, of scipy."""
+
+
+def _result(path: Path, images: str, distance: float) -> Path:
+    content = deepcopy(RESULT)
+    content["data"]["images"]["hash"] = images
+    content["splits"][0]["distance"]["value"] = distance
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.integration
+def test_records_and_results_are_shown_without_torch(
+    ensemble: Path, ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
+) -> None:
+    for seed in range(3):
+        _result(tmp_path / "a" / f"{seed}.json", f"a{seed}", 20.0 + seed)
+        _result(tmp_path / "b" / f"{seed}.json", f"b{seed}", 30.0 + seed)
+    models = (ddpm_expert, flow_expert, router, ensemble, shards, shards / "shard_0")
+    lines = [["inspect", one, *words] for one in models for words in ([], ["--json"])]
+    lines.append(["compare", tmp_path / "a", tmp_path / "b"])
+    lines.append(["compare", tmp_path / "a" / "0.json"])
+    for line, (code, output, heavy) in zip(lines, in_a_fresh_process(lines), strict=True):
+        assert (code, heavy & TORCH) == (0, set()), (line, output)
+
+
+@pytest.mark.integration
+def test_what_is_no_model_or_no_shard_is_refused_without_torch(
+    images: Path, shards: Path, ensemble: Path, tmp_path: Path
+) -> None:
+    out, expert = tmp_path / "out", ensemble / "experts" / "0"
+    of_no_model = {
+        "sample": ["--out", out],
+        "play": [],
+        "serve": [],
+        "verify": [],
+        "describe": ["--text", "cats"],
+        "calibrate": ["--data", shards / "shard_0"],
+        "distill": ["--data", shards, "--out", out, "--steps", 1],
+    }
+    lines = [[verb, images, *words] for verb, words in of_no_model.items()]
+    train = ["train", "expert", "--out", out, "--objective", "flow", "--steps", 1]
+    lines += [[*train, images], [*train, shards], [*train, expert]]
+    for line, (code, output, heavy) in zip(lines, in_a_fresh_process(lines), strict=True):
+        assert (code, output.count("\n"), heavy) == (2, 1, set()), (line, output)
+    assert not out.exists()
+
+
+@pytest.mark.integration
+def test_verbs_that_run_hddms_own_networks_import_no_other(
+    ensemble: Path, shards: Path, tmp_path: Path
+) -> None:
+    """Nor encoders of text: nothing beyond the modules that diffusers' base class of networks imports."""
+    expert = ensemble / "experts" / "0"
+    one = ["--out", tmp_path / "out", "--overwrite"]
+    lines = [
+        ["sample", expert, *one, "--num-images", 1, "--steps", 1],
+        ["verify", expert],
+        ["merge", expert, expert, *one],
+    ]
+    foreign = ("diffusers.models.unets.", "diffusers.models.autoencoders.autoencoder_kl.")
+    for code, output, modules in in_fresh_processes(lines):
+        assert code == 0, output
+        found = {name for name in modules if f"{name}.".startswith(foreign)}
+        found |= {name for name in modules if name.startswith("transformers.models.clip.model")}
+        assert not found, output
+
+
+def test_ranges_of_recorded_schedules_are_those_of_the_schedules() -> None:
+    configs = [
+        {"name": "linear"},
+        {"name": "cosine"},
+        {"name": "edm", "sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5},
+        {"name": "discrete", "betas": [0.1, 0.2, 1.0]},
+        {"name": "discrete", "betas": [0.01] * 50},
+    ]
+    for kind in ("linear", "scaled_linear", "squaredcos_cap_v2"):
+        for zero in (False, True):
+            stated = {"_class_name": "DDPMScheduler", "beta_schedule": kind}
+            configs.append(from_diffusers(stated | {"rescale_betas_zero_snr": zero}).config)
+    configs.append(
+        from_diffusers({"_class_name": "DDIMScheduler", "trained_betas": [0.1, 0.3]}).config
+    )
+    for config in configs:
+        for scale in (1.0, 0.3):
+            schedule = from_config(config)
+            found = recorded_range(config, scale)
+            assert found == pytest.approx(schedule.range_of(scale), rel=1e-6, abs=1e-12), config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": "linear", "x": 1},
+        {"name": "edm", "sigma_min": 2.0, "sigma_max": 1.0, "sigma_data": 0.5},
+        {"name": "discrete", "betas": [0.1, "a"]},
+        {"name": "discrete", "betas": [1.0, 0.1]},
+        {"name": ["linear"]},
+        {"_class_name": DDPM_FAMILY[0], "num_train_timesteps": True, "beta_schedule": "linear"},
+        {"_class_name": DDPM_FAMILY[0], "trained_betas": ["a"]},
+        {"_class_name": DDPM_FAMILY[0], "unknown": 1},
+        {"_class_name": "Unknown", "beta_schedule": "linear"},
+    ],
+)
+def test_ranges_of_odd_schedules_are_left_to_the_schedules(config: dict[str, object]) -> None:
+    assert recorded_range(config, 1.0) is None
+
+
+def test_an_expert_of_an_unknown_schedule_is_still_refused_by_inspect(
+    ddpm_expert: Path, tmp_path: Path
+) -> None:
+    odd = variant(ddpm_expert, tmp_path / "odd", schedule={"name": "odd"})
+    ((code, output, _),) = in_a_fresh_process([["inspect", odd]])
+    assert code == 1
+    assert "schedule {'name': 'odd'} is unknown" in output
