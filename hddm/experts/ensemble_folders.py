@@ -10,8 +10,7 @@ vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones a
                          text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
 manifest.json            the hashes of all these (`hddm.utils.records`)
 
-``model_index.json`` is foreign text: a component may be of the classes listed in `CLASSES` and of no other,
-so nothing that a folder says decides which code runs.
+The records are defined and read in `hddm.experts.ensemble_records`.
 """
 
 import os
@@ -74,7 +73,7 @@ _OTHER_GRIDS = (
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They are in ``given``, else where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
+    They are in ``given``, else where `hddm.experts.adapter_records.base_of` finds them. Raises `HddmError` for a
     base that is missing or differs from the one at training.
     """
     found = {}

@@ -1,7 +1,7 @@
 """Records of experts and routers on disk, which define what the weights beside them mean.
 
-`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``. An expert that is opened is in
-`hddm.experts.expert`.
+`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``. They are read without torch.
+`hddm.experts.record_folders` has the tensors beside them, `hddm.experts.expert` the expert.
 """
 
 from collections.abc import Callable, Iterable
