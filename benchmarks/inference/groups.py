@@ -1,10 +1,10 @@
 """``python -m benchmarks.inference.groups``: where a step of `top-1` loses time, layer by layer.
 
-An ensemble of eight experts under `top-1` runs eight networks on an eighth of the batch each, and a single model
-one network on the whole batch: as many operations. This times the parts of a block both ways, in turn, by dtype
-and number of threads, without anything of hddm around them: a linear layer on one weight and on eight, attention
-and the activation. What is slow here is so in the library, whatever calls it. For linear layers it also times
-eight groups on one weight, which tells weights that are read and packed eight times from calls of few rows.
+An ensemble of eight experts under `top-1` runs eight networks on an eighth of the batch each, and a single
+model one network on the whole batch: as many operations. This times the parts of a block both ways, in turn,
+by dtype and number of threads, without anything of hddm around them. What is slow here is so in the library,
+whatever calls it. Linear layers are also timed on eight groups and one weight, which tells weights that are
+packed eight times from calls of few rows.
 """
 
 from collections.abc import Callable

@@ -73,8 +73,8 @@ _OTHER_GRIDS = (
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They are in ``given``, else where `hddm.experts.adapter_records.base_of` finds them. Raises `HddmError` for
-    a base that is missing or differs from the one at training.
+    They are in ``given``, else where `base_of` finds them. Raises `HddmError` for a base that is missing or
+    differs from the one at training.
     """
     found = {}
     for folder in experts:
