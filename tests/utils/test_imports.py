@@ -13,6 +13,13 @@ from tests.evaluation.test_compare import RESULT
 
 TORCH = {"torch", "diffusers", "transformers", "accelerate", "peft", "matplotlib", "sklearn"}
 """`hddm compare` needs Student's distribution, of scipy."""
+FOREIGN = (
+    "diffusers.models.unets.",
+    "diffusers.models.autoencoders.",
+    "diffusers.pipelines.pipeline_utils.",
+    "transformers.models.clip.modeling_clip.",
+    "transformers.models.t5.modeling_t5.",
+)
 
 
 def _result(path: Path, images: str, distance: float) -> Path:
@@ -65,20 +72,22 @@ def test_what_is_no_model_or_no_shard_is_refused_without_torch(
 def test_verbs_that_run_hddms_own_networks_import_no_other(
     ensemble: Path, shards: Path, tmp_path: Path
 ) -> None:
-    """Nor encoders of text: nothing beyond the modules that diffusers' base class of networks imports."""
+    """`hddm sample` does, with `DiffusionPipeline`, whose module imports all VAEs of diffusers."""
     expert = ensemble / "experts" / "0"
     one = ["--out", tmp_path / "out", "--overwrite"]
+    short = ["--objective", "flow", "--size", "tiny", "--steps", 1]
     lines = [
-        ["sample", expert, *one, "--num-images", 1, "--steps", 1],
         ["verify", expert],
         ["merge", expert, expert, *one],
+        ["train", "expert", shards / "shard_0", *one, *short],
     ]
-    foreign = ("diffusers.models.unets.", "diffusers.models.autoencoders.autoencoder_kl.")
-    for code, output, modules in in_fresh_processes(lines):
+    for (code, output, modules), line in zip(in_fresh_processes(lines), lines, strict=True):
         assert code == 0, output
-        found = {name for name in modules if f"{name}.".startswith(foreign)}
-        found |= {name for name in modules if name.startswith("transformers.models.clip.model")}
-        assert not found, output
+        foreign = []
+        for name in modules:
+            if f"{name}.".startswith(FOREIGN):
+                foreign.append(name)
+        assert not foreign, line
 
 
 def test_ranges_of_recorded_schedules_are_those_of_the_schedules() -> None:
