@@ -74,12 +74,9 @@ def _ends(config: Mapping[str, Any]) -> tuple[float, float] | None:
     if name == "discrete" and set(config) == {"name", "betas"}:
         return _ends_of_betas(config["betas"])
     if config.get("_class_name") in DDPM_FAMILY and set(config) <= {"_class_name", *SCHEDULE_KEYS}:
-        betas = _betas(config)
-        ends = None if betas is None else _ends_of_betas(betas)
-        if ends is not None and config.get("rescale_betas_zero_snr"):
-            # It leaves the first level as it is, and the last one has no signal.
-            return ends[0], -math.inf
-        return ends
+        # Rescaled to no signal at the end, the first beta depends on how the library rounds.
+        betas = None if config.get("rescale_betas_zero_snr") else _betas(config)
+        return None if betas is None else _ends_of_betas(betas)
     return None
 
 
