@@ -87,6 +87,14 @@ class Expert:
         assert isinstance(self.opened, Unread)
         return self.opened
 
+    def read(self, dtype: "torch.dtype | None" = None) -> "Expert":
+        """The expert with its weights in memory, by default in float32; they then belong to no folder."""
+        import torch
+
+        network = self.unread.load(dtype or torch.float32)
+        record = without_adapter(self.record)
+        return replace(self, opened=network, record=record, folder=None, base=None)
+
 
 def read_experts(folders: Sequence[Path], members: Sequence[Member]) -> list[Expert]:
     """Read the records alone of expert folders; ``members`` are what was decided on them."""

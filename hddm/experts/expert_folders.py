@@ -60,12 +60,6 @@ def apart(expert: Expert) -> Expert:
     return replace(expert, opened=unread_as(expert.network, expert.network.state_dict()))
 
 
-def read_whole_expert(expert: Expert, dtype: torch.dtype = torch.float32) -> Expert:
-    """An expert with its weights in memory, which then belong to no folder."""
-    network, record = expert.unread.load(dtype), without_adapter(expert.record)
-    return replace(expert, opened=network, record=record, folder=None, base=None)
-
-
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
     """Value of no class, by network keyword."""
     return {} if null_class is None else {LABELS: torch.tensor(null_class)}

@@ -19,7 +19,7 @@ from hddm.experts.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, j
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.ensemble_records import foreign_pipeline, read_ensemble_record
 from hddm.experts.expert import Expert
-from hddm.experts.expert_folders import field_of, open_expert, read_whole_expert
+from hddm.experts.expert_folders import field_of, open_expert
 from hddm.experts.kept import whole_components
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
 from hddm.experts.shard_images import (
@@ -114,7 +114,7 @@ def verify_expert(
         with errors_as(UsageError):
             found.notes += [] if shard is None else _check_images(shard, unread)
         found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
-        expert = read_whole_expert(unread)
+        expert = unread.read()
         if unread.weak is not None:
             unread.weak.read(torch.float32)
         reading = field_of(expert, place)

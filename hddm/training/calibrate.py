@@ -19,7 +19,7 @@ from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.denoising import misread
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.expert_folders import field_of, open_expert, read_whole_expert
+from hddm.experts.expert_folders import field_of, open_expert
 from hddm.experts.shard_images import (
     check_fit,
     check_own,
@@ -296,7 +296,7 @@ def recalibrate(
         raise HddmError(
             f"{folder}: was trained together with its calibration, which must not change"
         )
-    field = field_of(read_whole_expert(expert))
+    field = field_of(expert.read())
     if shard_folder is None:
         if field.noise_range != WHOLE:
             raise HddmError(
