@@ -16,6 +16,7 @@ from hddm.experts.records import (
 from hddm.networks.unread import Unread
 
 if TYPE_CHECKING:
+    import torch
     from diffusers import ModelMixin
     from torch import Tensor
 
