@@ -194,11 +194,12 @@ def train(
     keep: int = 2,
     log_every: int = 10,
     sample_every: int = 0,
-    wandb: str | None = None,
+    tracker: str | None = None,
     resume: bool = False,
     allow_config_change: bool = False,
     held_out: PathText | None = None,
     validate_every: int = 500,
+    run_name: str | None = None,
     allow_program: bool = False,
 ) -> Path:
     """Train one expert on one shard, from scratch or from another expert."""

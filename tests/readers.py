@@ -21,7 +21,7 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
 from hddm.data.partition import partition
-from hddm.data.shard_records import find_shards
+from hddm.data.shard_records import find_shards, open_images
 from hddm.data.shards import open_shard
 from hddm.data.sources import open_source
 from hddm.evaluation.compare import summary, table
@@ -57,6 +57,7 @@ from tests.evaluation.test_compare import RESULT
 from tests.lora_files import kohya, write_adapter, write_base
 from tests.paris_files import write_paris
 from tests.shard_files import encode as encode_images
+from tests.shard_files import noise, with_table, write_shard
 
 LARGEST = 2**20
 """Bytes of the largest file that is spoiled."""
@@ -228,6 +229,22 @@ def _read_shards(folder: Path) -> None:
         open_shard(shard)
 
 
+def _write_tabled(folder: Path) -> None:
+    listed = folder.parent / "listed-shard"
+    write_shard(listed, noise(20), [n % 2 for n in range(20)], [f"picture {n}" for n in range(20)])
+    with_table(listed, folder)
+
+
+def _read_tabled(folder: Path) -> None:
+    inspected(folder)
+    shard = open_shard(folder)
+    shard.take(torch.arange(len(shard)))
+    assert all(isinstance(one, str) for one in shard.captions or ())
+    source = open_images(folder)
+    for index in range(len(source)):
+        source.read(index)
+
+
 def _write_encoded(folder: Path) -> None:
     write_vae(folder.parent / "vae-of-encoded")
     write_clip(folder.parent / "clip-of-encoded")
@@ -394,6 +411,7 @@ _KINDS = (
     Kind("lora", _write_lora, _read_lora, 2),
     Kind("paris", write_paris, _read_paris, 1, is_quick=False),
     Kind("shards", _write_shards, _read_shards, 2),
+    Kind("shard-with-table", _write_tabled, _read_tabled, 2),
     Kind("encoded-shard", _write_encoded, _read_encoded, 2),
     _checkpoint("dit", dit, max_shard_size="10KB"),
     _checkpoint("pixart", pixart),

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.data import encoding
+from hddm.data import encoding, shard_records
+from hddm.data import entries as columns
 from hddm.data.entries import Entries, ImageEntry, shard_hash
+from hddm.data.shard_records import read_manifest, write_list, write_manifest
 from hddm.utils.progress import Progress
 
 
@@ -88,6 +91,20 @@ def write_shard(
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return str(manifest["hash"])
+
+
+def with_table(shard: Path, target: Path) -> Path:
+    """Copy ``shard`` to ``target``, and list its images in a table of several row groups."""
+    shutil.copytree(shard, target)
+    manifest = read_manifest(shard)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shard_records, "LARGEST_LIST", 3)
+        patched.setattr(columns, "PART", 7)
+        images = manifest.images
+        written = write_list(target, images.parts(), len(images), manifest.classes)
+    assert written.hash == manifest.hash
+    write_manifest(target, manifest.model_copy(update={"table": written.table}))
+    return target
 
 
 def write_partition(root: Path, num: int = 20, held_out: int = 0, colour: bool = True) -> Path:

@@ -24,12 +24,8 @@ def encode(
     """
     from hddm.data.encoding import encode_shards
 
-    manifests = encode_shards(source, out, settings, overwrite)
-    for folder, manifest in manifests.items():
-        if manifest.encoding is not None:
-            shape = "×".join(map(str, manifest.encoding.shape))
-            typer.echo(
-                f"{folder}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}"
-            )
-        for skipped in manifest.skipped:
+    for folder, made in encode_shards(source, out, settings, overwrite).items():
+        shape = "×".join(map(str, made.encoding.shape))
+        typer.echo(f"{folder}: {made.rows} images as {made.encoding.space}, {shape}")
+        for skipped in made.skipped:
             typer.echo(f"  left out: {skipped.file}: {skipped.reason}")

@@ -35,7 +35,7 @@ def partition(
 ) -> None:
     """Split images into shards of similar content, or by class.
 
-    Several sources of images are taken together.
+    Several sources of images are taken together. If the command is interrupted, run it again to continue.
     """
     check_division(shards, settings)
     from hddm.data.partition import partition as divide

@@ -163,7 +163,7 @@ def train_all(
         Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")
     ],
     settings: AllSettings,
-    run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
+    run: Annotated[RunOptions, Without(("held_out", "validate_every", "run_name"))],
     where: IslandOptions,
     init: Init = None,
     schedule: ScheduleFile = None,

@@ -23,7 +23,8 @@ _TOPICS = {
     "Training": "optimizer learning_rate muon_learning_rate warmup ema_decay weighting time_sampling "
     "snr_gamma weak_at",
     "Conditions": "class_conditional text_conditional condition_dropout",
-    "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every held_out validate_every",
+    "Checkpoints and logs": "allow_config_change checkpoint_every tracker run_name sample_every held_out "
+    "validate_every",
     "Processes": "parallel ray retries num_replicas resources",
     "Experts": "expert router_every add remove share domain classes",
     "VAE and text encoder": "vae text_encoder tokenizer text_encoder_lora",
@@ -51,7 +52,7 @@ _WORDS = {
     "SHARE": "condition_dropout weak_at strength guidance_rescale",
     "TEXT": "edit_from prompts negative_prompt",
     "ADDRESS": "host ray",
-    "PROJECT": "wandb",
+    "TRACKER:PROJECT": "tracker",
     "LOW:HIGH": "noise_range",
     "LOW,HIGH": "data_range",
 }

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hddm.data.entries import Entries, ImageEntry, Texts
+from hddm.data.entries import Entries, ImageEntry
 from hddm.data.images import THREADS, fit_image, open_image, read_ahead, to_unit_range, too_many_bad
 from hddm.data.shard_records import (
     DEVIATION,
@@ -71,17 +71,35 @@ class DataFile(Record):
     skipped: tuple[Skipped, ...] = ()
 
 
+class EncodedShard(NamedTuple):
+    """What an encoded shard holds: its number of rows, how they were encoded, and images left out."""
+
+    rows: int
+    encoding: EncodingRecord
+    skipped: tuple[Skipped, ...]
+
+
+class ShardOutline(NamedTuple):
+    """What is known of a shard while others are read: all but the list of its images."""
+
+    hash: str
+    images: int
+    channels: int
+    size: tuple[int, int] | None
+
+
 def encode_shards(
     source: Path,
     out: Path,
     settings: EncodingSettings,
     overwrite: bool = False,
     rows: int | None = None,
-) -> dict[Path, ShardManifest]:
-    """Encode a shard of images, or a partition and its held-out images, to ``out``; manifests by folder.
+) -> dict[Path, "EncodedShard"]:
+    """Encode a shard of images, or a partition and its held-out images, to ``out``; what is in each folder.
 
     ``out`` appears complete or not at all. A killed run continues at its first incomplete data file, to the
-    same bytes as without the kill, but for rounding if batch size, device or torch have changed since.
+    same bytes as without the kill, but for rounding if batch size, device or torch have changed since. The
+    list of one shard is in memory at a time.
 
     ``overwrite`` replaces ``out`` and any draft of an encoding with other options. A data file has ``rows``,
     by default about `FILE_BYTES`.
@@ -91,10 +109,10 @@ def encode_shards(
     """
     is_partition = (source / PARTITION_FILE).is_file()
     folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
-    shards = {folder: read_images_manifest(folder) for folder in folders}
-    for shard in shards.values():
-        refuse_without_tables(len(shard.images))
     with Progress(None, "read the networks", is_drawn=False):
+        # Networks take minutes to read, so what needs none is checked first.
+        has_text = _has_text(settings)
+        shards = {folder: _outline_of(folder, has_text) for folder in folders}
         encoder = _open_encoder(shards, settings)
     row_bytes = 0
     for shape, dtype in encoder.layout.values():
@@ -102,9 +120,9 @@ def encode_shards(
     rows = rows or max(1, FILE_BYTES // row_bytes)
     total = 0
     hashes: dict[str, str] = {}
-    for folder, shard in shards.items():
-        total += len(shard.images)
-        hashes[folder.relative_to(source).as_posix()] = shard.hash
+    for folder, outline in shards.items():
+        total += outline.images
+        hashes[folder.relative_to(source).as_posix()] = outline.hash
     # Plain values that decide the content, apart from rounding: batches may become smaller. The format
     # decides how the parts of a draft are recorded.
     identity = {
@@ -117,7 +135,7 @@ def encode_shards(
     }
     record = PARTITION_FILE if is_partition else SHARD_FILE
     kept = "what is encoded is kept, and the same command continues"
-    manifests: dict[Path, ShardManifest] = {}
+    encoded: dict[Path, EncodedShard] = {}
     bad: list[str] = []
     with (
         open_draft(out, record, identity, "encoding", lambda: kept, overwrite) as draft,
@@ -126,9 +144,13 @@ def encode_shards(
     ):
         written = sum(path.stat().st_size for path in draft.whole.rglob("data-*.safetensors"))
         refuse_full_disk(out, total * row_bytes - written)
-        for folder, shard in shards.items():
+        for folder, outline in shards.items():
             place = folder.relative_to(source)
             files: list[DataFile] = []
+            shard = read_images_manifest(folder)
+            if shard.hash != outline.hash:
+                raise HddmError(f"{folder}: changed since it was opened; encode again")
+            _warn_of_cuts(folder, shard.images, encoder)
             (draft.whole / place).mkdir(parents=True, exist_ok=True)
             for number, start in enumerate(range(0, len(shard.images), rows)):
                 name = place / f"data-{number:05d}.safetensors"
@@ -146,10 +168,13 @@ def encode_shards(
                 if len(bad) > settings.max_bad:
                     raise too_many_bad(source, bad, settings.max_bad)
                 files.append(done)
-            manifests[out / place] = _write_manifest(draft.whole / place, encoder, shard, files)
+            manifest = _write_manifest(draft.whole / place, encoder, shard, files)
+            encoded[out / place] = EncodedShard(
+                manifest.num_rows, encoder.encoding, manifest.skipped
+            )
         if is_partition:
             shutil.copyfile(source / PARTITION_FILE, draft.whole / PARTITION_FILE)
-    return manifests
+    return encoded
 
 
 def _write_file(
@@ -285,11 +310,9 @@ class _Encoder:
         return stored
 
 
-def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettings) -> _Encoder:
-    """Check the options against ``shards`` by folder, and open the networks; raises as `encode_shards`."""
-    vae, text_encoder, tokenizer = settings.vae, settings.text_encoder, settings.tokenizer
-    # Networks take minutes to read, so what needs none is checked first.
-    captions = _captions(shards, settings)
+def _open_encoder(shards: Mapping[Path, ShardOutline], settings: EncodingSettings) -> _Encoder:
+    """Open the networks for ``shards`` by folder; raises as `encode_shards`."""
+    vae = settings.vae
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
     shape = images = _shape(shards, settings.resolution)
@@ -309,21 +332,16 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         images = int(network.config.in_channels), height, width
         shape = int(network.config.latent_channels), height // factor, width // factor
     text, text_record = None, None
-    if text_encoder is not None and tokenizer is not None:
-        words = read_tokenizer(tokenizer)
+    if settings.text_encoder is not None and settings.tokenizer is not None:
+        words = read_tokenizer(settings.tokenizer)
         text_record = text_encoder_record_of(
-            text_encoder, words.model_max_length, pad=words.pad_token
+            settings.text_encoder, words.model_max_length, pad=words.pad_token
         )
         if text_record.kind != CLIP.name:
             raise HddmError(
-                f"{text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP.name}"
+                f"{settings.text_encoder}: is {an(text_record.kind)}, but captions need a {CLIP.name}"
             )
-        for folder, texts in captions.items():
-            cut = len(cuts(words, texts, text_record.tokens))
-            if cut:
-                message = "%s: %d of %d captions have more than %d tokens and are cut"
-                log.warning(message, folder, cut, len(texts), text_record.tokens)
-        text = (read_text_encoder(text_encoder), words)
+        text = (read_text_encoder(settings.text_encoder), words)
         nn.Module.to(text[0], device)
     is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
@@ -339,28 +357,39 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
 
 
-def _captions(
-    shards: Mapping[Path, ShardManifest], settings: EncodingSettings
-) -> dict[Path, Texts]:
-    """Captions of all images by shard, where they are to be encoded; raises as `encode_shards`."""
-    if settings.text_encoder is None and settings.tokenizer is None:
-        return {}
-    if settings.text_encoder is None or settings.tokenizer is None:
+def _has_text(settings: EncodingSettings) -> bool:
+    """True if captions are to be encoded; raises as `encode_shards`."""
+    if (settings.text_encoder is None) != (settings.tokenizer is None):
         lacking = "`tokenizer`" if settings.tokenizer is None else "`text_encoder`"
         raise UsageError(
             f"{lacking}: text needs a text encoder and its tokenizer; name both folders"
         )
-    found = {}
-    for folder, shard in shards.items():
-        captions = captions_of(shard.images)
-        if captions is None:
-            remedy = "drop `text_encoder` or partition images with captions"
-            raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
-        found[folder] = captions
-    return found
+    return settings.text_encoder is not None
 
 
-def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tuple[int, int, int]:
+def _outline_of(folder: Path, has_text: bool) -> ShardOutline:
+    """Read the list of the shard in ``folder``; raises as `encode_shards`."""
+    shard = read_images_manifest(folder)
+    refuse_without_tables(len(shard.images))
+    if has_text and captions_of(shard.images) is None:
+        remedy = "drop `text_encoder` or partition images with captions"
+        raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
+    return ShardOutline(shard.hash, len(shard.images), shard.channels, shard.size)
+
+
+def _warn_of_cuts(folder: Path, images: Entries, encoder: _Encoder) -> None:
+    if encoder.text is None or encoder.text_record is None:
+        return
+    length = encoder.text_record.tokens
+    cut = 0
+    for part in images.parts():
+        cut += len(cuts(encoder.text[1], part.captions, length))
+    if cut:
+        message = "%s: %d of %d captions have more than %d tokens and are cut"
+        log.warning(message, folder, cut, len(images), length)
+
+
+def _shape(shards: Mapping[Path, ShardOutline], resolution: int | None) -> tuple[int, int, int]:
     """Shape (C, H, W) of all images, after resizing; refused if sizes differ."""
     if resolution:
         sizes: set[tuple[int, int] | None] = {(resolution, resolution)}

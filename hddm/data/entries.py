@@ -7,6 +7,7 @@ when it is asked for.
 import hashlib
 import itertools
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, overload
@@ -37,30 +38,17 @@ class ImageEntry(Record):
 class Texts(Sequence[str]):
     """Texts (N,); text i is ``data[starts[i]:ends[i]]`` in UTF-8, decoded when it is asked for."""
 
-    data: bytes
+    data: bytes | bytearray
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Texts":
-        """Hold ``texts``."""
-        encoded = [text.encode() for text in texts]
-        lengths = np.array([len(one) for one in encoded], dtype=np.int64)
-        ends = np.cumsum(lengths)
-        return cls(b"".join(encoded), ends - lengths, ends)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Texts"]) -> "Texts":
-        """The texts of all ``parts``, one after the other."""
-        first = 0
-        starts: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
-        ends = list(starts)
-        for part in parts:
-            starts.append(part.starts + first)
-            ends.append(part.ends + first)
-            first += len(part.data)
-        data = b"".join(part.data for part in parts)
-        return cls(data, np.concatenate(starts), np.concatenate(ends))
+        """Hold ``texts``; one at a time is in memory besides."""
+        growing = GrowingTexts()
+        for text in texts:
+            growing.append(text)
+        return growing.texts()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -69,9 +57,9 @@ class Texts(Sequence[str]):
     def __getitem__(self, i: int) -> str: ...
 
     @overload
-    def __getitem__(self, i: slice | NDArray[np.bool_]) -> "Texts": ...
+    def __getitem__(self, i: slice | NDArray[np.bool_ | np.int64]) -> "Texts": ...
 
-    def __getitem__(self, i: int | slice | NDArray[np.bool_]) -> "str | Texts":
+    def __getitem__(self, i: int | slice | NDArray[np.bool_ | np.int64]) -> "str | Texts":
         if isinstance(i, slice | np.ndarray):
             return Texts(self.data, self.starts[i], self.ends[i])
         return self.data[self.starts[i] : self.ends[i]].decode()
@@ -82,6 +70,41 @@ class Texts(Sequence[str]):
             ends = self.ends[first : first + PART].tolist()
             for start, end in zip(starts, ends, strict=True):
                 yield self.data[start:end].decode()
+
+
+class GrowingTexts:
+    """Texts that are added one by one, to become `Texts`."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._ends = array("q")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def append(self, text: str) -> None:
+        """Add a text."""
+        self._data += text.encode()
+        self._ends.append(len(self._data))
+
+    def extend(self, texts: Texts) -> None:
+        """Add all of ``texts``."""
+        first = len(self._data)
+        spans = zip(texts.starts.tolist(), texts.ends.tolist(), strict=True)
+        self._data += b"".join(texts.data[start:end] for start, end in spans)
+        ends = first + np.cumsum(texts.ends - texts.starts)
+        self._ends.frombytes(ends.astype(np.int64).tobytes())
+
+    def fill(self, number: int) -> None:
+        """Add empty texts until there are ``number``."""
+        missing = number - len(self._ends)
+        self._ends.extend(itertools.repeat(len(self._data), missing))
+
+    def texts(self) -> Texts:
+        """All texts; none is added afterwards."""
+        ends = np.frombuffer(self._ends, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[:-1]
+        return Texts(self._data, starts, ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +144,22 @@ class Entries(Sequence[ImageEntry]):
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["Entries"]) -> "Entries":
-        """The images of all ``parts``, one after the other."""
-        parts = [cls.of(()), *parts]
+    def joined(cls, parts: Iterable["Entries"]) -> "Entries":
+        """The images of all ``parts``, one after the other; no more than one part is in memory twice."""
+        files, captions = GrowingTexts(), GrowingTexts()
+        digests, labels, are_captioned = bytearray(), bytearray(), bytearray()
+        for part in parts:
+            files.extend(part.files)
+            digests += part.sha256.tobytes()
+            labels += part.labels.tobytes()
+            captions.extend(part.captions)
+            are_captioned += part.are_captioned.tobytes()
         return cls(
-            Texts.joined([part.files for part in parts]),
-            np.concatenate([part.sha256 for part in parts]),
-            np.concatenate([part.labels for part in parts]),
-            Texts.joined([part.captions for part in parts]),
-            np.concatenate([part.are_captioned for part in parts]),
+            files.texts(),
+            np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32),
+            np.frombuffer(labels, dtype=np.int32),
+            captions.texts(),
+            np.frombuffer(are_captioned, dtype=np.bool_),
         )
 
     def __len__(self) -> int:

@@ -72,11 +72,7 @@ def read_table(path: Path, rows: int) -> Entries:
         problem = _problem(pa, file, path.stat().st_size, rows)
         if problem:
             raise HddmError(f"{path}: {problem}; {_AGAIN}")
-        parts: list[Entries] = []
-        for batch in file.iter_batches(batch_size=PART):
-            batch.validate(full=True)
-            parts.append(_entries(path, batch))
-    found = Entries.joined(parts)
+        found = Entries.joined(_parts(path, file))
     if len(found) != rows:
         raise HddmError(f"{path}: holds {len(found)} images, not {rows}; {_AGAIN}")
     return found
@@ -114,6 +110,12 @@ def _columns(groups: Iterable[Any]) -> Iterator[Any]:
             yield group.column(k)
 
 
+def _parts(path: Path, file: Any) -> Iterator[Entries]:
+    for batch in file.iter_batches(batch_size=PART):
+        batch.validate(full=True)
+        yield _entries(path, batch)
+
+
 def _entries(path: Path, batch: Any) -> Entries:
     """The images of a batch whose buffers were validated; raises `HddmError` for missing values."""
     files, digests, labels, captions = batch.columns
@@ -127,8 +129,8 @@ def _entries(path: Path, batch: Any) -> Entries:
     content = np.frombuffer(digests.buffers()[1], dtype=np.uint8)[first : first + length]
     return Entries(
         _texts(files),
-        content.reshape(-1, 32).copy(),
-        numbers.copy(),
+        content.reshape(-1, 32),
+        numbers,
         _texts(captions.fill_null("")),
         captions.is_valid().to_numpy(zero_copy_only=False),
     )

@@ -424,6 +424,6 @@ def _finite(
 
 def _fingerprint(source: ImageSource) -> str:
     digest = hashlib.sha256()
-    for name, image in zip(source.files, source.images, strict=True):
-        digest.update(f"{name} {image.size}\n".encode())
+    for number, name in enumerate(source.files):
+        digest.update(f"{name} {source.images[number].size}\n".encode())
     return digest.hexdigest()

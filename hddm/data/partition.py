@@ -7,19 +7,17 @@ number of shards, the features, and images added or removed: the held-out images
 trained on in another. In return, the held-out share is exact only on average.
 """
 
-import hashlib
 import math
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from hddm.data.clustering import Indices, cluster
-from hddm.data.entries import ImageEntry, in_parts
+from hddm.data.division import WRITTEN, Division, ShardPart, write_shards
 from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
 from hddm.data.images import contact_sheet, open_image
 from hddm.data.shard_records import (
@@ -27,20 +25,17 @@ from hddm.data.shard_records import (
     HELD_OUT,
     MIN_IMAGES,
     PARTITION_FILE,
-    ImageList,
     PartitionRecord,
-    ShardManifest,
     holds_shard,
     refuse_without_tables,
-    write_list,
-    write_manifest,
 )
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
 from hddm.settings import PartitionSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, counted
-from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
+from hddm.utils.files import check_absent, write_json
 from hddm.utils.streams import Use, stream
+from hddm.utils.work import open_draft
 
 FINE_PER_SHARD = 8
 _ROUNDING = 1e-9
@@ -59,7 +54,8 @@ def partition(
     """Divide images into shards of similar content by balanced hierarchical k-means on their features.
 
     Before any are held out, sizes of shards differ by at most `FINE_PER_SHARD` images, the fine clusters of
-    each. Returns the shard folders, in order.
+    each. Returns the shard folders, in order. A call that was killed continues when it is repeated: with the
+    features that it computed, and the images that it wrote.
 
     Args:
         images: source, as in `hddm.data.sources.open_source`, or several that are taken together.
@@ -67,7 +63,7 @@ def partition(
         num_shards: number of shards.
         settings: its fields are keywords: see `hddm.settings.PartitionSettings`. Without a ``cache``,
             features are not kept.
-        overwrite: replace an existing partition.
+        overwrite: replace an existing partition, and an unfinished one of other options.
         replace_cache: replace features of other images or settings in the cache.
 
     Raises:
@@ -103,15 +99,10 @@ def partition(
     refuse_without_tables(_most_in_a_shard(source, shard_of, num_shards))
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(settings.features, seed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if cache is None:
-        feature_folder: AbstractContextManager[str] = TemporaryDirectory(
-            prefix=f".{out.name}.features-", dir=out.parent
-        )
-    else:
-        feature_folder = nullcontext(str(cache))
-    with feature_folder as place:
-        found = compute_features(source, extractor, Path(place), settings.max_bad, replace_cache)
+    with _feature_folder(out, cache) as place:
+        # Features of an earlier call that was killed serve no other images.
+        replace = replace_cache or cache is None
+        found = compute_features(source, extractor, place, settings.max_bad, replace)
         fine = 0 if shard_of is not None else FINE_PER_SHARD * num_shards
         if shard_of is None:
             assignment = cluster(found, num_shards, fine, seed)
@@ -128,24 +119,32 @@ def partition(
             needs = f"has {counted(left, 'image')} left to train on and needs {MIN_IMAGES}"
             text = f"{options} shard {sizes.index(left)} {needs}; use a smaller `held_out`, or fewer shards"
             raise HddmError(f"{source.root}: {text}")
-        with new_folder(out, PARTITION_FILE, overwrite) as draft:
-            hashes = _write_shards(source, found, assignment, is_held_out, num_shards, draft, cache)
-            record = PartitionRecord(
-                format=FORMAT,
-                images=len(found),
-                features=extractor.name,
-                extractor=extractor.identity,
-                fine_clusters=fine,
-                seed=seed,
-                sizes=sizes,
-                hashes=hashes,
-                held_out_share=held_out,
-                held_out=tuple(held) if held_out else (),
-                copies=len(found) - len(np.unique(found.pixels, axis=0)),
-                skipped=tuple(source.files[row] for row in found.broken),
-            )
-            write_json(draft / PARTITION_FILE, record.model_dump())
-            write_report(draft, source, found, assignment, record)
+        division = Division(source, found, assignment, is_held_out, num_shards)
+        hashes = {part: division.hash(part) for part in division.parts()}
+        record = PartitionRecord(
+            format=FORMAT,
+            images=len(found),
+            features=extractor.name,
+            extractor=extractor.identity,
+            fine_clusters=fine,
+            seed=seed,
+            sizes=sizes,
+            hashes=[hashes[ShardPart(k, False)] for k in range(num_shards)],
+            held_out_share=held_out,
+            held_out=tuple(held) if held_out else (),
+            copies=_num_copies(found),
+            skipped=tuple(source.files[row] for row in found.broken),
+        )
+        # The hashes cover every image, label and caption.
+        identity = record.model_dump(mode="json")
+        for part, content in hashes.items():
+            if part.is_held_out:
+                identity[part.name] = content
+        identity["images_at_a_time"] = WRITTEN
+        with open_draft(out, PARTITION_FILE, identity, "partition", _kept, overwrite) as draft:
+            write_shards(division, hashes, draft, cache)
+            write_json(draft.whole / PARTITION_FILE, record.model_dump())
+            write_report(draft.whole, source, found, assignment, record)
     return [out / f"shard_{k}" for k in range(num_shards)]
 
 
@@ -176,76 +175,29 @@ def _most_in_a_shard(source: ImageSource, shard_of: Indices | None, num_shards: 
     return int(np.bincount(shard_of[np.asarray(source.labels)]).max())
 
 
-def _write_shards(
-    source: ImageSource,
-    features: ImageFeatures,
-    shard: Indices,
-    held_out: NDArray[np.bool_],
-    num_shards: int,
-    folder: Path,
-    cache: Path | None,
-) -> list[str]:
-    """Write each shard and its held-out images; returns the hashes of the training shards."""
-    parts = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
-    for k in np.unique(shard[held_out]).tolist():
-        parts.append((k, folder / HELD_OUT / f"shard_{k}", True))
-    chosen: list[Indices] = []
-    lists: list[ImageList] = []
-    for k, target, is_kept in parts:
-        rows = np.flatnonzero((shard == k) & (held_out == is_kept))
-        chosen.append(rows)
-        target.mkdir(parents=True)
-        images = _written_images(source, features, rows, target, cache)
-        lists.append(write_list(target, in_parts(images), len(rows), source.classes))
-    hashes = [one.hash for one in lists]
-    of_all = hashlib.sha256("\n".join(hashes[:num_shards]).encode()).hexdigest()
-    for number, (k, target, is_kept) in enumerate(parts):
-        shapes = features.shapes[chosen[number]]
-        is_one_size = (shapes[:, :2] == shapes[0, :2]).all()
-        manifest = ShardManifest(
-            format=FORMAT,
-            shard=k,
-            num_shards=num_shards,
-            classes=list(source.classes),
-            hash=hashes[number],
-            partition=of_all,
-            held_out_of=hashes[k] if is_kept else None,
-            channels=3 if (shapes[:, 2] == 3).any() else 1,
-            size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
-            images=lists[number].images,
-            table=lists[number].table,
-        )
-        write_manifest(target, manifest)
-    return hashes[:num_shards]
+def _num_copies(features: ImageFeatures) -> int:
+    """Images whose pixels all equal those of another one that is counted already."""
+    digests = np.sort(np.ascontiguousarray(features.pixels).view("S32")[:, 0])
+    return int((digests[1:] == digests[:-1]).sum())
 
 
-def _written_images(
-    source: ImageSource, features: ImageFeatures, chosen: Indices, folder: Path, cache: Path | None
-) -> Iterator[ImageEntry]:
-    """Write images as hard links if the source has files and the file system allows, else as copies.
+def _kept() -> str:
+    return "what is written is kept, and the same command continues"
 
-    Each is written when its entry is asked for.
-    """
-    for place in chosen.tolist():
-        row = int(features.rows[place])
-        name = f"images/{source.files[row]}"
-        copy = folder / name
-        path = source.images[row].path
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if path is None:
-            copy.write_bytes(source.read(row))
-        else:
-            link_or_copy(path, copy)
-        sha256 = sha256_of(copy)
-        if sha256 != features.files[place].tobytes().hex():
-            remedy = "partition again"
-            if cache:
-                remedy = f"remove {cache}, or name another folder with `cache`"
-            text = f"changed since its features were computed; {remedy}"
-            raise HddmError(f"{source.root / source.files[row]}: {text}")
-        label = None if source.labels is None else int(source.labels[row])
-        caption = None if source.captions is None else source.captions[row]
-        yield ImageEntry(file=name, sha256=sha256, label=label, caption=caption)
+
+@contextmanager
+def _feature_folder(out: Path, cache: Path | None) -> Iterator[Path]:
+    """Folder of the features: the ``cache``, else a hidden one that goes unless the call is interrupted."""
+    if cache is not None:
+        yield cache
+        return
+    folder = out.parent / f".{out.name}.features"
+    try:
+        yield folder
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 COLUMNS, SHOWN = 8, 24
@@ -269,7 +221,7 @@ def write_report(
 
     num_shards = len(record.sizes)
     draws = np.random.default_rng(stream(record.seed, Use.REPORT_IMAGES))
-    (folder / "pictures").mkdir()
+    (folder / "pictures").mkdir(exist_ok=True)
     for k in range(num_shards):
         members = np.flatnonzero(shard == k)
         chosen = np.sort(draws.choice(members, min(SHOWN, len(members)), replace=False))

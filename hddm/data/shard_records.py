@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, overload
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -319,7 +319,7 @@ def write_list(
             yield part
 
     if num <= LARGEST_LIST:
-        images = Entries.joined(list(hashed()))
+        images = Entries.joined(hashed())
         return ImageList(digest.hexdigest(), images, None)
     path = folder / TABLE_FILE
     rows = write_table(path, hashed())
@@ -395,8 +395,8 @@ def read_images_manifest(folder: Path) -> ShardManifest:
 
 
 @dataclass(frozen=True)
-class _ShardImages(Sequence[SourceImage]):
-    """Where each image of a shard is, made when it is asked for."""
+class ShardImages:
+    """Images of the shard in ``folder``, of unknown sizes."""
 
     folder: Path
     entries: Entries
@@ -404,15 +404,7 @@ class _ShardImages(Sequence[SourceImage]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    @overload
-    def __getitem__(self, i: int) -> SourceImage: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> "_ShardImages": ...
-
-    def __getitem__(self, i: int | slice) -> "SourceImage | _ShardImages":
-        if isinstance(i, slice):
-            return _ShardImages(self.folder, self.entries[i])
+    def __getitem__(self, i: int, /) -> SourceImage:
         return SourceImage(partial(read_content, self.folder, self.entries[i]), 0)
 
 
@@ -423,6 +415,6 @@ def open_images(folder: Path) -> ImageSource:
     """
     manifest = read_images_manifest(folder)
     entries = manifest.images
-    images = _ShardImages(folder, entries)
+    images = ShardImages(folder, entries)
     labels, captions = entry_labels(entries), captions_of(entries)
     return ImageSource(folder, entries.files, tuple(manifest.classes), labels, captions, images)

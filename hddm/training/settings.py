@@ -46,6 +46,19 @@ SamplingSteps = Annotated[
     BeforeValidator(lambda value: int(value) if value in ("1", "2", "4") else value),
 ]
 
+TRACKERS = ("trackio", "wandb")
+
+
+def parse_tracker(text: str) -> tuple[str, str]:
+    """Read ``trackio:PROJECT`` as a tracker and its project; `HddmError` for another one, or none."""
+    name, _, project = text.partition(":")
+    if name not in TRACKERS or not project:
+        raise HddmError("must be trackio:PROJECT or wandb:PROJECT, as trackio:birds")
+    return name, project
+
+
+TrackerProject = Annotated[str, AfterValidator(lambda text: parse_tracker(text) and text)]
+
 Open = TypeVar("Open")
 """None in settings, where a value may be left open; Never in a recipe, so that None is no valid value."""
 OPEN: Any = None
@@ -423,8 +436,8 @@ class Keeping(Described):
     """Steps between entries of the log."""
     sample_every: Annotated[int, Field(ge=0)] = 0
     """Steps between sample grids; 0 for none."""
-    wandb: str | None = None
-    """Weights & Biases project to log to as well."""
+    tracker: TrackerProject | None = None
+    """Tracker and project to log to as well: trackio:PROJECT, or wandb:PROJECT (Weights & Biases)."""
 
 
 class RunOptions(Keeping):
@@ -438,6 +451,14 @@ class RunOptions(Keeping):
     """Images not trained on, or their partition folder; the error on them is logged by noise level."""
     validate_every: Positive = 500
     """Steps between measurements on `held_out`."""
+    run_name: str | None = None
+    """Name of the run in `tracker`. Default: the name of OUT."""
+
+    @model_validator(mode="after")
+    def _names_a_run(self) -> "RunOptions":
+        if self.run_name is not None and self.tracker is None:
+            raise ValueError("`run_name` names a run of a `tracker`; pass that too, or drop it")
+        return self
 
 
 Settings = TypeVar("Settings", bound=Record)

@@ -1,4 +1,4 @@
-"""Watch a training: log its figures, and pictures that its network draws, to TensorBoard and W&B.
+"""Watch a training: log its figures, and pictures that its network draws, to TensorBoard and a tracker.
 
 Nothing here changes or ends the training (`Guarded`): modes, torch's generators, gradients and compiled code
 are afterwards as before.
@@ -8,8 +8,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,8 +28,9 @@ from hddm.sampling import plan
 from hddm.training.loop import StepReport, Watch, Watcher, mean
 from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, RunReport
 from hddm.training.resume import RUN_FILE, read_run, step_of
-from hddm.training.settings import RunOptions
+from hddm.training.settings import RunOptions, parse_tracker
 from hddm.training.state import Run
+from hddm.training.trackers import TRACKER_LOGS, TrackerLog
 from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import write_whole
 from hddm.utils.streams import Use, generator
@@ -69,7 +68,7 @@ def watching(
 
     @contextlib.contextmanager
     def watch(run: Run) -> Iterator[Watcher]:
-        options, logs, project = run.options, run.folder / LOGS, run.options.wandb
+        options, logs = run.options, run.folder / LOGS
         figures, grids, held_out = Figures(options.log_every), None, None
         if images is not None and field is not None:
             held_out = Guarded(
@@ -80,11 +79,15 @@ def watching(
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
         page = Guarded(f"report ({run.folder / REPORT_FILE})", lambda: RunReport(run.folder))
         first = 1 if run.begun_at is None else step_of(run.begun_at) + 1
-        sinks = list[Guarded[TensorBoardLog] | Guarded[WandbLog]]()
+        sinks = list[Guarded[TensorBoardLog] | Guarded[TrackerLog]]()
         sinks.append(Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first)))
-        if project is not None:
+        if options.tracker is not None:
+            name, project = parse_tracker(options.tracker)
             config = read_run(run.folder / RUN_FILE)["settings"]
-            sinks.append(Guarded("W&B", lambda: WandbLog(run.folder, project, config)))
+            entry_name = options.run_name or run.folder.stem
+            sinks.append(
+                Guarded(name, lambda: TRACKER_LOGS[name](run.folder, project, entry_name, config))
+            )
 
         def on_step(report: StepReport) -> None:
             # Of a checkpoint before this step: nothing may delay saving one.
@@ -353,50 +356,3 @@ class TensorBoardLog:
 
     def close(self, failed: bool) -> None:
         self._writer.close()
-
-
-TIMEOUT = 60.0
-"""Seconds that W&B's server may take for its first answer."""
-
-
-class WandbLog:
-    """A W&B run, with its files in ``folder``/wandb and its id in ``folder``/wandb.id.
-
-    Without WANDB_API_KEY it is written offline, for ``wandb sync``, so that nothing prompts; WANDB_MODE
-    decides otherwise. ``settings`` are shown beside the figures. A missing wandb raises `HddmError`.
-    """
-
-    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        self._wandb = wandb = optional("wandb", "`wandb`", "wandb")
-        path = folder / "wandb.id"
-        if not path.exists():
-            path.write_text(secrets.token_hex(8))
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT)
-        place = {
-            "project": project,
-            "id": path.read_text(),
-            "name": folder.stem,
-            "dir": str(folder),
-        }
-        how = {"config": dict(settings), "resume": "allow", "mode": _mode(), "settings": quiet}
-        self._run: Any = wandb.init(**place, **how)
-
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        # Of a step that a killed process had logged already, W&B keeps the first values.
-        image = self._wandb.Image
-        logged = {name: image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()}
-        self._run.log({**figures, **logged}, step=step)
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
-
-
-def _mode() -> str:
-    chosen = os.environ.get("WANDB_MODE") or (
-        "online" if "WANDB_API_KEY" in os.environ else "offline"
-    )
-    if chosen == "offline":
-        log.info(
-            "W&B: the run is written offline; wandb sync sends it, and WANDB_MODE=online at once"
-        )
-    return chosen

@@ -165,13 +165,15 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     Files are synced to disk before, and the rename after. Call `check_absent` first. Raises `HddmError` if
     ``target`` has appeared since, unless ``overwrite``.
     """
-    for path in [*draft.rglob("*"), draft]:
+    mode = draft.stat().st_mode & 0o666
+    for path in below(draft):
         if path.is_symlink():
             continue
         if path.is_file() and path.stat().st_nlink == 1:
             # As `write_whole`; a file with other hard links keeps its mode, which they share.
-            path.chmod(draft.stat().st_mode & 0o666)
+            path.chmod(mode)
         sync(path)
+    sync(draft)
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     gone = target.parent / f".{target.name}.part-{os.getpid()}"
     try:
@@ -195,6 +197,16 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         old.rename(gone)
         shutil.rmtree(gone)
     sync(target.parent)
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """Every file, link and folder below ``folder``, one after the other: there may be millions."""
+    with os.scandir(folder) as found:
+        for one in found:
+            path = folder / one.name
+            if one.is_dir(follow_symlinks=False):
+                yield from below(path)
+            yield path
 
 
 def check_result_file(path: Path, overwrite: bool = False) -> None:

@@ -29,6 +29,7 @@ from hddm.utils.errors import HddmError, Stopped, one_line
 from hddm.utils.files import (
     PATIENCE,
     alone,
+    below,
     check_absent,
     is_draft,
     locked,
@@ -174,7 +175,7 @@ class Work:
 
     def sweep(self) -> None:
         """Remove drafts of files and folders, as processes leave them that are killed."""
-        for path in [path for path in self.folder.rglob(".*") if is_draft(path.name)]:
+        for path in [path for path in below(self.folder) if is_draft(path.name)]:
             remove(path)
 
     def path(self, kind: str, identity: str) -> Path:

@@ -25,15 +25,13 @@ from hddm.data.shard_records import (
     open_images,
     read_manifest,
     sketch_of,
-    write_list,
-    write_manifest,
 )
 from hddm.data.shards import open_shard
 from hddm.inspection.folders import inspected
 from hddm.training.expert import train_expert
 from tests.artefacts import copied, edit_json, expert_settings, refusal
 from tests.data.test_sources import write_tar
-from tests.shard_files import encode, noise, write_shard
+from tests.shard_files import encode, noise, with_table, write_shard
 
 NUM = 20
 LABELS = [n % 2 for n in range(NUM)]
@@ -102,20 +100,6 @@ def listed(tmp_path: Path) -> Path:
 def tabled(listed: Path, tmp_path: Path) -> Path:
     """The same shard with a table of its images."""
     return with_table(listed, tmp_path / "tabled")
-
-
-def with_table(shard: Path, target: Path) -> Path:
-    """Copy ``shard`` to ``target``, and list its images in a table of several row groups."""
-    shutil.copytree(shard, target)
-    manifest = read_manifest(shard)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shard_records, "LARGEST_LIST", 3)
-        patched.setattr(columns, "PART", 7)
-        images = manifest.images
-        written = write_list(target, images.parts(), len(images), manifest.classes)
-    assert written.hash == manifest.hash
-    write_manifest(target, manifest.model_copy(update={"table": written.table}))
-    return target
 
 
 def test_both_forms_open_alike(listed: Path, tabled: Path) -> None:
@@ -224,7 +208,7 @@ def test_encoding_check_inspection_and_held_out_images_are_the_same(
 def test_an_image_of_a_table_is_checked_when_it_is_read(tabled: Path) -> None:
     source = open_images(tabled)
     assert (source.files[3], len(source.images), source.labels) == ("images/003.png", NUM, LABELS)
-    assert [len(one.read()) for one in source.images[2:4]] == [
+    assert [len(source.read(n)) for n in (2, 3)] == [
         (tabled / f"images/{n:03d}.png").stat().st_size for n in (2, 3)
     ]
     shutil.copy(tabled / "images/004.png", tabled / "images/003.png")

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import tarfile
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def write_tar(path: Path, files: Mapping[str, bytes]) -> Path:
     return path
 
 
+def _labels(source: ImageSource) -> tuple[int, ...] | None:
+    return None if source.labels is None else tuple(source.labels)
+
+
+def _captions(source: ImageSource) -> tuple[str, ...] | None:
+    return None if source.captions is None else tuple(source.captions)
+
+
 def values(source: ImageSource) -> dict[str, int]:
     """The gray level of each image, by name."""
     assert list(source.files) == sorted(source.files)
@@ -65,7 +74,7 @@ def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path)
     )
     source = open_source(tmp_path)
     assert values(source) == files
-    assert (source.classes, source.labels, source.captions) == (("a", "b"), (0, 0, 1), None)
+    assert (source.classes, _labels(source), _captions(source)) == (("a", "b"), (0, 0, 1), None)
     assert source.images[2].path == tmp_path / "b/1.png"
     flat = open_source(write(tmp_path, {"1.png": encoded(1)}))
     assert (flat.classes, flat.labels, len(flat)) == ((), None, 4)
@@ -88,7 +97,7 @@ def test_files_that_are_no_images_are_counted(
 def test_a_class_folder_in_either_unicode_form_has_the_same_class(tmp_path: Path) -> None:
     write(tmp_path, {"cafe\u0301/1.png": encoded(1), "caf\u00e9/2.png": encoded(2)})
     source = open_source(tmp_path)
-    assert (source.classes, source.labels) == (("caf\u00e9",), (0, 0))
+    assert (source.classes, _labels(source)) == (("caf\u00e9",), (0, 0))
 
 
 def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
@@ -101,8 +110,8 @@ def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
     )
     source = open_source(tmp_path)
     assert values(source) == {"2.png": 2, "3.png": 3, "x/1.png": 1}
-    assert source.captions == ("zwei ü", "", "one")
-    assert (source.classes, source.labels) == (("cat", "dog"), (1, 0, 1))
+    assert _captions(source) == ("zwei ü", "", "one")
+    assert (source.classes, _labels(source)) == (("cat", "dog"), (1, 0, 1))
     write_metadata(
         tmp_path,
         *(
@@ -111,7 +120,7 @@ def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
         ),
     )
     source = open_source(tmp_path)
-    assert (source.labels, source.classes, source.captions) == (
+    assert (_labels(source), source.classes, _captions(source)) == (
         (0, 0, 3),
         ("0", "1", "2", "3"),
         None,
@@ -125,7 +134,7 @@ def test_two_caption_columns_need_a_choice(tmp_path: Path) -> None:
         open_source, tmp_path
     )
     for column, text in (("text", "a"), ("caption", "b"), ("prompt", "c")):
-        assert open_source(tmp_path, column).captions == (text,)
+        assert _captions(open_source(tmp_path, column)) == (text,)
     message = refusal(open_source, tmp_path, caption_column="promt")
     assert message.endswith("did you mean 'prompt'?")
 
@@ -210,8 +219,8 @@ def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> No
     write_tar(tmp_path / "a.tar", files)
     source = open_source(tmp_path)
     assert values(source) == {"a/1.jpg": 10, "a/x.y/1.png": 30, "part/b/2.PNG": 20}
-    assert source.captions == ("one", "three", "two")
-    assert (source.labels, source.classes) == ((0, 1, 2), ("0", "1", "2"))
+    assert _captions(source) == ("one", "three", "two")
+    assert (_labels(source), source.classes) == ((0, 1, 2), ("0", "1", "2"))
     assert source.images[0].path is None
 
 
@@ -222,7 +231,11 @@ def test_one_tar_is_a_source_by_itself_with_json_beside_each_image(tmp_path: Pat
         files |= {f"{i}.bmp": encoded(i, "BMP"), f"{i}.json": json.dumps(row).encode()}
     source = open_source(write_tar(tmp_path / "one.tar", files))
     assert values(source) == {"0.bmp": 0, "1.bmp": 1}
-    assert (source.captions, source.labels, source.classes) == (("b", "a"), (0, 1), ("cat", "dog"))
+    assert (_captions(source), _labels(source), source.classes) == (
+        ("b", "a"),
+        (0, 1),
+        ("cat", "dog"),
+    )
 
 
 def test_a_txt_goes_before_the_json_as_img2dataset_writes_both(tmp_path: Path) -> None:
@@ -232,9 +245,9 @@ def test_a_txt_goes_before_the_json_as_img2dataset_writes_both(tmp_path: Path) -
         "1.json": b'{"caption": "short too", "alt": "long"}',
     }
     path = write_tar(tmp_path / "a.tar", files)
-    assert open_source(path).captions == ("short",)
-    assert open_source(path, "caption").captions == ("short too",)
-    assert open_source(path, "alt").captions == ("long",)
+    assert _captions(open_source(path)) == ("short",)
+    assert _captions(open_source(path, "caption")) == ("short too",)
+    assert _captions(open_source(path, "alt")) == ("long",)
 
 
 @pytest.mark.parametrize("name", ["../1.png", "/1.png", "a/../../1.png", "a\\1.png", "a\n.png"])
@@ -327,8 +340,8 @@ def test_the_hugging_face_layout_gives_images_class_names_and_captions(tmp_path:
     source = open_source(tmp_path)
     prefix = "train-00000-of-00001"
     assert values(source) == {f"{prefix}/{i:08d}.jpg": 10 * (i + 1) for i in range(5)}
-    assert (source.classes, source.labels) == (("cat", "dog", "owl"), (1, 0, 1, 1, 0))
-    assert source.captions == ("one", "two", "three", "four", "five")
+    assert (source.classes, _labels(source)) == (("cat", "dog", "owl"), (1, 0, 1, 1, 0))
+    assert _captions(source) == ("one", "two", "three", "four", "five")
     assert source.images[0].path is None
 
 
@@ -344,14 +357,14 @@ def test_the_layout_of_cifar_is_read_by_its_declared_columns(tmp_path: Path) -> 
     )
     source = open_source(path)
     assert values(source) == {"00000000.img": 1, "00000001.img": 2}
-    assert (source.labels, source.classes) == ((4, 2), tuple("abcde"))
+    assert (_labels(source), source.classes) == ((4, 2), tuple("abcde"))
     columns["coarse_label"] = [0, 1]
     both = {"img": {"_type": "Image"}, "fine_label": classes, "coarse_label": classes}
     write_parquet(path, columns, both)
     assert "fine_label and coarse_label; choose one with `label_column`" in refusal(
         open_source, path
     )
-    assert open_source(path, label_column="coarse_label").labels == (0, 1)
+    assert _labels(open_source(path, label_column="coarse_label")) == (0, 1)
 
 
 def test_plain_binary_columns_and_bare_labels_are_read(tmp_path: Path) -> None:
@@ -359,7 +372,11 @@ def test_plain_binary_columns_and_bare_labels_are_read(tmp_path: Path) -> None:
     write_parquet(path, {"image": [encoded(1), encoded(2)], "label": [2, 0], "caption": ["a", "b"]})
     source = open_source(path)
     assert list(values(source).values()) == [1, 2]
-    assert (source.labels, source.classes, source.captions) == ((2, 0), ("0", "1", "2"), ("a", "b"))
+    assert (_labels(source), source.classes, _captions(source)) == (
+        (2, 0),
+        ("0", "1", "2"),
+        ("a", "b"),
+    )
     source = open_source(
         write_parquet(path, {"x": pa.array([encoded(1)], pa.large_binary()), "label": ["b"]})
     )
@@ -373,7 +390,7 @@ def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path) -> None:
     names = ("a/00000000", "a/00000001", "b/00000000", "b/00000001", "b/00000002")
     assert values(source) == {f"{name}.img": level for level, name in enumerate(names, 1)}
     assert [source.read(i) for i in (4, 0, 3)] == [encoded(5), encoded(1), encoded(4)]
-    assert (source.labels, source.captions) == (None, None)
+    assert (_labels(source), _captions(source)) == (None, None)
 
 
 def test_a_row_without_an_image_is_named_when_it_is_read(tmp_path: Path) -> None:
@@ -431,3 +448,56 @@ def test_a_file_that_states_more_rows_than_it_has_is_named(kind: Any, tmp_path: 
         except HddmError as error:
             refused += "rows where its row groups state" in str(error)
     assert refused >= 2
+
+
+def test_archives_and_members_in_any_order_are_sorted_by_the_names_of_images(
+    tmp_path: Path,
+) -> None:
+    # "a.z/" sorts before "a/", but "a.tar" before "a.z.tar"; and "a/b" lies between the images of "a".
+    write_tar(tmp_path / "a.tar", {"c.png": encoded(5), "a.png": encoded(2)})
+    write_tar(tmp_path / "a.z.tar", {"1.png": encoded(1)})
+    write_tar(tmp_path / "a" / "b.tar", {"2.png": encoded(4), "1.png": encoded(3)})
+    source = open_source(tmp_path)
+    expected = ["a.z/1.png", "a/a.png", "a/b/1.png", "a/b/2.png", "a/c.png"]
+    assert list(values(source).items()) == [(name, n) for n, name in enumerate(expected, 1)]
+    assert [source.images[i].size for i in range(5)] == [len(encoded(n)) for n in range(1, 6)]
+
+
+def test_two_archives_with_an_image_of_one_name_are_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"b/1.png": encoded(1)})
+    write_tar(tmp_path / "a" / "b.tar", {"1.png": encoded(2)})
+    told = f"{tmp_path}: two archives hold an image named a/b/1.png; rename one archive"
+    assert refusal(open_source, tmp_path) == told
+
+
+def test_an_empty_row_group_shifts_no_image(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"image": pa.array(rows_of([1, 2, 3]), IMAGE)})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for start, stop in ((0, 0), (0, 2), (2, 2), (2, 3), (3, 3)):
+            writer.write_table(table[start:stop])
+    assert list(values(open_source(path)).values()) == [1, 2, 3]
+
+
+def test_a_long_source_is_held_in_columns(tmp_path: Path) -> None:
+    """Objects for each image would take gigabytes for ten million."""
+    num = 4000
+    files: dict[str, bytes] = {}
+    content = encoded(1)
+    for number in range(num):
+        files[f"{number:06d}.png"] = content
+        files[f"{number:06d}.json"] = json.dumps({"text": "a cat", "label": "x"}).encode()
+    write_tar(tmp_path / "tar" / "a.tar", files)
+    rows = {"image": pa.array([content] * num), "text": ["a cat"] * num, "label": [3] * num}
+    write_parquet(tmp_path / "parquet" / "a.parquet", rows, rows=1000)
+    (tmp_path / "folder").mkdir()
+    for number in range(num):
+        (tmp_path / "folder" / f"{number}.png").touch()
+    for kind in ("tar", "parquet", "folder"):
+        open_source(tmp_path / kind)
+        tracemalloc.start()
+        source = open_source(tmp_path / kind)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(source) == num
+        assert held / num < 150, kind

@@ -33,7 +33,8 @@ from hddm.training.expert import train_expert
 from hddm.training.loop import OnTrainingStep, StepInputs, StepReport, Task, fit
 from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
-from hddm.training.watching import SEED, STRATA, _mode, watching
+from hddm.training.trackers import _mode
+from hddm.training.watching import SEED, STRATA, watching
 from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
 from hddm.utils.records import WEIGHTS
@@ -172,7 +173,7 @@ def test_a_resumed_training_goes_on_in_the_same_run(
     monkeypatch.setenv("WANDB_MODE", "offline")
     out, folder = tmp_path / "expert", tmp_path / "expert.run"
     settings = expert_settings("flow", steps=12)
-    every = {"wandb": "project", "log_every": 1, "checkpoint_every": 5, "sample_every": 6}
+    every = {"tracker": "wandb:project", "log_every": 1, "checkpoint_every": 5, "sample_every": 6}
     with pytest.raises(Died):
         train_expert(whole, out, settings, on_step=ending_at(8), run=RunOptions(**every))
     name = (folder / "wandb.id").read_text()
@@ -201,7 +202,9 @@ def test_logs_that_fail_are_a_warning_each_and_change_nothing_in_the_training(
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", fails)
     monkeypatch.setattr(wandb, "init", fails)
-    train_expert(whole, tmp_path / "out", settings, run=RunOptions(wandb="project", log_every=1))
+    train_expert(
+        whole, tmp_path / "out", settings, run=RunOptions(tracker="wandb:project", log_every=1)
+    )
     assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
     logged = [
         r for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING
@@ -209,7 +212,7 @@ def test_logs_that_fail_are_a_warning_each_and_change_nothing_in_the_training(
     text = "Not a directory; the training goes on without"
     assert [one.getMessage() for one in logged] == [
         f"TensorBoard ({tmp_path / 'out.run' / 'logs'}): {text}",
-        f"W&B: {text}",
+        f"wandb: {text}",
     ]
 
 

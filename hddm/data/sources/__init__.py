@@ -2,31 +2,34 @@
 
 import codecs
 import logging
+import operator
 import os
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hddm.data.entries import GrowingTexts, Texts
 from hddm.data.sources.archives import open_parquet, open_tars
 from hddm.data.sources.base import (
     CAPTION_COLUMNS,
-    LARGEST_FILE,
     METADATA,
     PARQUET,
     SUFFIXES,
     TAR,
     Columns,
+    FoundImages,
+    ImageFiles,
     ImageSource,
     SourceImage,
     as_labels,
-    described,
     find_files,
 )
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, shown
-from hddm.utils.files import inside, read_whole
+from hddm.utils.files import inside
 
 log = logging.getLogger(__name__)
 
@@ -84,17 +87,12 @@ def open_source(
         return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
-    files = tuple(found.images)
-    images = [image_file(path / name) for name in files]
+    files = Texts.of(found.images)
+    images = ImageFiles.of(path, files)
     if any("/" not in name for name in files):
         return ImageSource(path, files, (), None, None, images)
-    labels, classes = as_labels([name.split("/")[0] for name in files], files, path)
+    labels, classes = as_labels((name.split("/")[0] for name in files), files, path)
     return ImageSource(path, files, classes, labels, None, images)
-
-
-def image_file(path: Path) -> SourceImage:
-    """An image in a file of its own."""
-    return SourceImage(partial(read_whole, path, LARGEST_FILE), path.stat().st_size, path)
 
 
 def open_described_folder(root: Path, found: Sequence[str], columns: Columns) -> ImageSource:
@@ -107,27 +105,29 @@ def open_described_folder(root: Path, found: Sequence[str], columns: Columns) ->
     two caption keys, and for files without a line and lines without a file.
     """
     path = root / METADATA
-    rows: dict[str, dict[str, object]] = {}
+    rows = FoundImages({*CAPTION_COLUMNS, "label", *filter(None, columns)})
+    lines = array("q")
     for number, row in _lines(path):
         name = row.pop("file_name", None)
         if not isinstance(name, str):
             raise HddmError(f"{path}: line {number} has no file_name; write the image's path there")
         inside(root, name)
-        name = Path(name).as_posix()
-        if name in rows:
-            raise HddmError(f"{path}: line {number} names {name} again; write one line per image")
-        rows[name] = row
-    missing = sorted(rows.keys() ^ set(found))
-    if missing:
+        rows.add(Path(name).as_posix(), row)
+        lines.append(number)
+    rows.sort()
+    repeated = rows.repeated()
+    if repeated is not None:
+        number, name = lines[int(rows.order[repeated])], rows.files[repeated]
+        raise HddmError(f"{path}: line {number} names {name} again; write one line per image")
+    if len(rows.files) != len(found) or any(map(operator.ne, rows.files, found)):
+        missing = sorted({*rows.files} ^ {*found})
         raise HddmError(
             f"{path}: {counted(len(missing), 'image is', 'images are')} only there or only in the folder; "
             "complete one of them",
             shown(missing),
         )
-    images: dict[str, tuple[SourceImage, dict[str, object]]] = {}
-    for name, row in rows.items():
-        images[name] = (image_file(root / name), row)
-    return described(root, images, columns, CAPTION_COLUMNS, ("label",), path)
+    images = ImageFiles.of(root, rows.files)
+    return rows.source(root, images, columns, CAPTION_COLUMNS, ("label",), path)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -164,29 +164,44 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
     kept = tuple(sorted(classes) if classes else known)
     number = {name: k for k, name in enumerate(kept)}
     root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
-    files: list[str] = []
-    images: list[SourceImage] = []
-    labels: list[int] = []
-    captions: list[str] = []
-    for source in sources:
+    files, captions = GrowingTexts(), GrowingTexts()
+    labels = array("i")
+    chosen = PickedImages(sources, array("i"), array("q"))
+    for place, source in enumerate(sources):
         folder = source.root.absolute()
         for i, file in enumerate(source.files):
             name = source.class_of(i)
             if classes and name not in number:
                 continue
             files.append((folder / file).relative_to(root).as_posix())
-            images.append(source.images[i])
+            chosen.sources.append(place)
+            chosen.rows.append(i)
             if name is not None:
                 labels.append(number[name])
             if source.captions is not None:
                 captions.append(source.captions[i])
     has_labels = len(labels) == len(files)
-    has_captions = bool(captions) and len(captions) == len(files)
+    has_captions = len(captions) == len(files) > 0
     return ImageSource(
         root,
-        files,
+        files.texts(),
         kept if has_labels else (),
         labels if has_labels else None,
-        captions if has_captions else None,
-        images,
+        captions.texts() if has_captions else None,
+        chosen,
     )
+
+
+@dataclass(frozen=True)
+class PickedImages:
+    """Images of several sources: image i is image ``rows[i]`` of ``opened[sources[i]]``."""
+
+    opened: Sequence[ImageSource]
+    sources: "array[int]"
+    rows: "array[int]"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int, /) -> SourceImage:
+        return self.opened[self.sources[i]].images[self.rows[i]]

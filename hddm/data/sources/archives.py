@@ -9,27 +9,35 @@ schema's ``huggingface`` metadata, if present, names the image column and the cl
 columns are found by type and name, or are named by the caller; nothing is guessed.
 """
 
-import re
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import groupby, repeat
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hddm.data.entries import PART, GrowingTexts, Texts
 from hddm.data.sources.base import (
     CAPTION_COLUMNS,
     PARQUET,
     SUFFIXES,
     TAR,
     Columns,
+    FoundImages,
     ImageSource,
     SourceImage,
     as_captions,
     as_labels,
     choose_column,
-    described,
+    in_order,
     safe_name,
 )
 from hddm.utils.documents import parse_json, parse_object
@@ -39,7 +47,6 @@ from hddm.utils.files import opened
 LARGEST_TEXT = 2**20
 """Bytes per caption, label or JSON object."""
 
-_KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
 _TEXTS = ("txt", "cls", "json")
 _READ_AT_ONCE = 2**16
 
@@ -66,48 +73,100 @@ def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSou
             folder; for a sample without an image or with several; for captions and labels that only some
             samples have.
     """
-    wanted = {*CAPTION_COLUMNS, "txt", "cls", "label", *columns}
-    images: dict[str, tuple[SourceImage, dict[str, object]]] = {}
-    for archive in archives:
+    found = FoundImages({*CAPTION_COLUMNS, "txt", "cls", "label", *filter(None, columns)})
+    places = TarPlaces(array("i"), array("q"), array("q"))
+    for number, archive in enumerate(archives):
         prefix = f"{archive.removesuffix(TAR)}/" if archive else ""
-        path = root / archive
-        for name, member, values in _samples(path):
-            read = partial(_read, path, member.offset_data, member.size, root / prefix / name)
-            # Other values of JSON objects would fill the memory.
-            kept = {key: values[key] for key in values.keys() & wanted}
-            images[prefix + name] = (SourceImage(read, member.size), kept)
-    has_txt = any("txt" in values for _, values in images.values())
-    captions = ("txt",) if has_txt else CAPTION_COLUMNS
-    return described(root, images, columns, captions, ("cls", "label"), root)
+        for name, offset, size, values in _samples(root / archive, found.wanted):
+            found.add(prefix + name, values)
+            places.archives.append(number)
+            places.offsets.append(offset)
+            places.sizes.append(size)
+    found.sort()
+    repeated = found.repeated()
+    if repeated is not None:
+        name = found.files[repeated]
+        raise HddmError(f"{root}: two archives hold an image named {name}; rename one archive")
+    captions = ("txt",) if "txt" in found.columns else CAPTION_COLUMNS
+    images = TarImages(root, archives, found.files, found.order, places)
+    return found.source(root, images, columns, captions, ("cls", "label"), root)
 
 
-def _samples(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, dict[str, object]]]:
-    """Name and place of each image in an archive, and the values beside it."""
+class TarPlaces(NamedTuple):
+    """Where each image of some archives begins, and its bytes, in the order in which they were found."""
+
+    archives: "array[int]"
+    offsets: "array[int]"
+    sizes: "array[int]"
+
+
+@dataclass(frozen=True)
+class TarImages:
+    """Images in ``root/<archive>``: image i, named ``files[i]``, is at place ``order[i]``."""
+
+    root: Path
+    archives: Sequence[str]
+    files: Texts
+    order: NDArray[np.int64]
+    places: TarPlaces
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int, /) -> SourceImage:
+        place = int(self.order[i])
+        archive = self.root / self.archives[self.places.archives[place]]
+        offset, size = self.places.offsets[place], self.places.sizes[place]
+        return SourceImage(partial(_read, archive, offset, size, self.root / self.files[i]), size)
+
+
+def _samples(
+    path: Path, wanted: Collection[str]
+) -> Iterator[tuple[str, int, int, dict[str, object]]]:
+    """Name, first byte and size of each image in an archive, and the ``wanted`` values beside it."""
     try:
-        with opened(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for key, members in _members(archive, path).items():
-                images = [one for suffix, one in members.items() if suffix not in _TEXTS]
+        with opened(path) as file:
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                names, offsets, sizes = _members(archive, path)
+            keys = Texts.of(_key(name) for name in names)
+            for key, numbers in groupby(in_order(keys).tolist(), keys.__getitem__):
+                # Of files of one suffix the last one counts, as in tar itself.
+                members = {_suffix_of(names[number]): number for number in numbers}
+                images = [number for suffix, number in members.items() if suffix not in _TEXTS]
                 if len(images) != 1:
-                    found = " and ".join(sorted(name for name, _ in members.values()))
-                    raise HddmError(f"{path}: holds {found}; a sample has one image, named {key}")
+                    held = " and ".join(sorted(names[number] for number in members.values()))
+                    raise HddmError(f"{path}: holds {held}; a sample has one image, named {key}")
                 values: dict[str, object] = {}
-                for suffix, (name, member) in members.items():
+                for suffix, number in members.items():
                     if suffix in _TEXTS:
-                        values |= _values(archive, suffix, member, f"{path}: {name}")
-                name, member = images[0]
-                yield name, member, values
+                        origin = f"{path}: {names[number]}"
+                        values |= _values(file, suffix, offsets[number], sizes[number], origin)
+                image = images[0]
+                # Other values of JSON objects would fill the memory.
+                kept = {name: values[name] for name in values.keys() & wanted}
+                yield names[image], offsets[image], sizes[image], kept
     except (tarfile.TarError, EOFError) as error:
         raise HddmError(
             f"{path}: is not a plain tar archive, or is damaged ({error}); unpack .tar.gz first"
         ) from error
 
 
-def _members(
-    archive: tarfile.TarFile, path: Path
-) -> dict[str, dict[str, tuple[str, tarfile.TarInfo]]]:
-    """Names and places of images and texts, by sample and suffix."""
-    samples: dict[str, dict[str, tuple[str, tarfile.TarInfo]]] = {}
+def _key(name: str) -> str:
+    """What the files of a sample have in common: the name up to the first dot."""
+    folder, slash, own = name.rpartition("/")
+    return f"{folder}{slash}{own.partition('.')[0]}"
+
+
+def _suffix_of(name: str) -> str:
+    return name.rpartition("/")[2].partition(".")[2].lower()
+
+
+def _members(archive: tarfile.TarFile, path: Path) -> tuple[Texts, "array[int]", "array[int]"]:
+    """Names, first bytes and sizes of images and texts."""
+    names, offsets, sizes = GrowingTexts(), array("q"), array("q")
     while (member := archive.next()) is not None:
+        # tarfile would keep a kilobyte of each.
+        archive.members = []  # type: ignore[attr-defined]
         name = safe_name(member.name, path)
         if member.isdir():
             continue
@@ -116,10 +175,12 @@ def _members(
             raise HddmError(
                 f"{path}: {name} is not a regular file (a link, a device or sparse); remove it"
             )
-        match = _KEY.fullmatch(name)
-        suffix = match[2].lower() if match else ""
-        if match and (suffix in _TEXTS or f".{suffix}" in SUFFIXES):
-            samples.setdefault(match[1], {})[suffix] = name, member
+        suffix = _suffix_of(name)
+        is_hidden = PurePosixPath(name).name.startswith(".")
+        if not is_hidden and (suffix in _TEXTS or f".{suffix}" in SUFFIXES):
+            names.append(name)
+            offsets.append(member.offset_data)
+            sizes.append(member.size)
     # tarfile takes a damaged header for the end.
     archive.fileobj.seek(archive.offset)
     while block := archive.fileobj.read(_READ_AT_ONCE):
@@ -128,19 +189,19 @@ def _members(
                 f"{path}: damaged or joined to another after byte {archive.offset}: what follows is not "
                 "read; fetch or write it again"
             )
-    return samples
+    return names.texts(), offsets, sizes
 
 
-def _values(
-    archive: tarfile.TarFile, suffix: str, member: tarfile.TarInfo, origin: str
-) -> dict[str, Any]:
+def _values(file: BinaryIO, suffix: str, offset: int, size: int, origin: str) -> dict[str, Any]:
     """Values by column of a text beside an image."""
-    if member.size > LARGEST_TEXT:
-        raise HddmError(f"{origin} has {member.size} bytes, more than {LARGEST_TEXT}; shorten it")
-    file = archive.extractfile(member)
-    assert file is not None
+    if size > LARGEST_TEXT:
+        raise HddmError(f"{origin} has {size} bytes, more than {LARGEST_TEXT}; shorten it")
+    file.seek(offset)
+    content = file.read(size)
+    if len(content) < size:
+        raise HddmError(f"{origin} is cut short; fetch or write the archive again")
     try:
-        text = file.read().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
         if suffix != "json":
             return {suffix: text.strip() if suffix == "txt" else int(text)}
     except ValueError as error:
@@ -274,60 +335,120 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
         raise HddmError(
             f"{root}: holds the splits {known}; name one file, or a folder of one split"
         )
-    files: list[str] = []
-    images: list[SourceImage] = []
-    labels: list[object] = []
-    captions: list[object] = []
+    columns = _columns_of(root, names, requested)
+    files = GrowingTexts()
+    groups = RowGroups(array("i"), array("i"), array("q"), array("q"))
+    has_path = False
+    for number, name in enumerate(names):
+        prefix = f"{name.removesuffix(PARQUET)}/" if name else ""
+        with open_table(root / name) as file:
+            first = len(files)
+            for group, (rows, size) in enumerate(_row_groups(file, root / name)):
+                groups.files.append(number)
+                groups.numbers.append(group)
+                groups.firsts.append(first)
+                groups.sizes.append(size)
+                first += rows
+            has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
+            suffixes: Iterator[str] = repeat(UNKNOWN_SUFFIX, first - len(files))
+            if has_path:
+                suffixes = map(_suffix, _column(root, [name], f"{columns.image}.path"))
+            for row, suffix in enumerate(suffixes):
+                files.append(f"{prefix}{row:08d}{suffix}")
+    texts = files.texts()
+    images = ParquetImages(root, names, texts, groups, HeldImages(columns.image))
+    numbers: Sequence[int] | None = None
+    classes: tuple[str, ...] = ()
+    captions = None
+    if columns.label:
+        numbers, classes = _labels(_column(root, names, columns.label), columns, texts, root)
+    if columns.caption:
+        captions = as_captions(_column(root, names, columns.caption), texts, root)
+    return ImageSource(root, texts, classes, numbers, captions, images)
+
+
+class RowGroups(NamedTuple):
+    """Row groups of some Parquet files: number of the file, of the group in it, first image, and bytes."""
+
+    files: "array[int]"
+    numbers: "array[int]"
+    firsts: "array[int]"
+    sizes: "array[int]"
+
+
+@dataclass(frozen=True)
+class ParquetImages:
+    """Images in the rows of ``root/<name>``, one file after the other; image i is named ``files[i]``."""
+
+    root: Path
+    names: Sequence[str]
+    files: Texts
+    groups: RowGroups
+    held: HeldImages
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int, /) -> SourceImage:
+        # The last group that begins at or before the image; empty groups begin there, too.
+        group = bisect_right(self.groups.firsts, i) - 1
+        path = self.root / self.names[self.groups.files[group]]
+        row = i - self.groups.firsts[group]
+        name = self.root / self.files[i]
+        read = partial(self.held.read, path, self.groups.numbers[group], row, name)
+        return SourceImage(read, self.groups.sizes[group])
+
+
+def _columns_of(root: Path, names: Sequence[str], requested: Columns) -> TableColumns:
+    """The columns of all files, which are the same in each."""
     columns: TableColumns | None = None
     for name in names:
         path = root / name
-        prefix = f"{name.removesuffix(PARQUET)}/" if name else ""
         with open_table(path) as file:
             found = find_columns(file.schema_arrow, path, requested)
-            if columns is None:
-                columns = found
-                held = HeldImages(found.image)
-            if found != columns:
-                raise HddmError(
-                    f"{path}: has other columns or classes than {root / names[0]}; name one of them, or a "
-                    "folder of one dataset"
-                )
-            groups: list[tuple[int, int]] = []
-            for number in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(number)
-                groups.append((group.num_rows, group.total_byte_size))
-            largest = max((size for _, size in groups), default=0)
-            if largest > LARGEST_ROW_GROUP:
-                raise HddmError(
-                    f"{path}: a row group has {largest} bytes; write the file with smaller ones"
-                )
-            has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
-            read = [column for column in (columns.label, columns.caption) if column]
-            if has_path:
-                read.append(f"{columns.image}.path")
-            table = file.read(columns=read)
-            stated = sum(num_rows for num_rows, _ in groups)
-            for rows in (len(table), file.metadata.num_rows):
-                if rows != stated:
-                    text = f"has {rows} rows where its row groups state {stated}; fetch it again"
-                    raise HddmError(f"{path}: {text}")
-        paths = table[columns.image].to_pylist() if has_path else [None] * rows
-        own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
-        first = 0
-        for number, (num_rows, size) in enumerate(groups):
-            for row, one in enumerate(own[first : first + num_rows]):
-                read_image = partial(held.read, path, number, row, root / one)
-                images.append(SourceImage(read_image, size))
-            first += num_rows
-        files += own
-        if columns.label:
-            labels += table[columns.label].to_pylist()
-        if columns.caption:
-            captions += table[columns.caption].to_pylist()
+        columns = columns or found
+        if found != columns:
+            raise HddmError(
+                f"{path}: has other columns or classes than {root / names[0]}; name one of them, or a "
+                "folder of one dataset"
+            )
     assert columns is not None
-    numbers, classes = _labels(labels, columns, files, root)
-    texts = as_captions(captions, files, root) if columns.caption else None
-    return ImageSource(root, tuple(files), classes, numbers, texts, images)
+    return columns
+
+
+def _row_groups(file: Any, path: Path) -> list[tuple[int, int]]:
+    """Rows and bytes of each row group."""
+    groups: list[tuple[int, int]] = []
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        groups.append((group.num_rows, group.total_byte_size))
+    largest = max((size for _, size in groups), default=0)
+    if largest > LARGEST_ROW_GROUP:
+        raise HddmError(
+            f"{path}: a row group has {largest} bytes; write the file with smaller ones"
+        )
+    _refuse_other_rows(path, file.metadata.num_rows, groups)
+    return groups
+
+
+def _refuse_other_rows(path: Path, rows: int, groups: Sequence[tuple[int, int]]) -> None:
+    stated = sum(num_rows for num_rows, _ in groups)
+    if rows != stated or any(num_rows < 0 for num_rows, _ in groups):
+        text = f"has {rows} rows where its row groups state {stated}; fetch it again"
+        raise HddmError(f"{path}: {text}")
+
+
+def _column(root: Path, names: Sequence[str], column: str) -> Iterator[object]:
+    """Values of a column, or of a field as ``image.path``, over all files; one batch is in memory."""
+    for name in names:
+        path = root / name
+        with open_table(path) as file:
+            groups = _row_groups(file, path)
+            rows = 0
+            for batch in file.iter_batches(batch_size=PART, columns=[column]):
+                rows += len(batch)
+                yield from batch.column(0).to_pylist()
+            _refuse_other_rows(path, rows, groups)
 
 
 def _suffix(value: object) -> str:
@@ -337,16 +458,16 @@ def _suffix(value: object) -> str:
 
 
 def _labels(
-    values: list[object], columns: TableColumns, files: Sequence[str], root: Path
-) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    if columns.label is None:
-        return None, ()
+    values: Iterable[object], columns: TableColumns, files: Texts, root: Path
+) -> tuple["array[int]", tuple[str, ...]]:
     if columns.classes is None:
         return as_labels(values, files, root)
+    labels = array("i")
     for value, name in zip(values, files, strict=True):
         if not isinstance(value, int) or not 0 <= value < len(columns.classes):
             raise HddmError(
                 f"{root}: {name} has {columns.label} {value} of {len(columns.classes)} classes; remove the "
                 "column from a split without labels"
             )
-    return tuple(int(str(value)) for value in values), columns.classes
+        labels.append(value)
+    return labels, columns.classes

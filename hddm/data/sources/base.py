@@ -1,13 +1,22 @@
 """Images of a source, names of files, and columns of labels and captions."""
 
+import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hddm.data.entries import GrowingTexts, Texts
 from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.files import read_whole
 from hddm.utils.records import composed
 
 METADATA = "metadata.jsonl"
@@ -35,11 +44,41 @@ class SourceImage:
     """File that holds this image alone, None if it is in an archive."""
 
 
+class ImagePlaces(Protocol):
+    """Where each image of a source is, by number; there may be millions, so one is made when asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> SourceImage: ...
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images in files of their own: ``root/files[i]``, which has ``sizes[i]`` bytes."""
+
+    root: Path
+    files: Sequence[str]
+    sizes: "array[int]"
+
+    @classmethod
+    def of(cls, root: Path, files: Sequence[str]) -> "ImageFiles":
+        """The existing ``files`` in ``root``."""
+        return cls(root, files, array("q", ((root / name).stat().st_size for name in files)))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int, /) -> SourceImage:
+        path = self.root / self.files[i]
+        return SourceImage(partial(read_whole, path, LARGEST_FILE), self.sizes[i], path)
+
+
 @dataclass(frozen=True)
 class ImageSource:
     """Images by number, in sorted order of their names.
 
-    Names, labels and captions are in memory; `read` takes one image at a time. Reading in order is fastest.
+    Names, labels and captions are in memory, in columns; `read` takes one image at a time. Reading in order
+    is fastest.
     """
 
     root: Path
@@ -52,7 +91,7 @@ class ImageSource:
     """Class numbers (N,) in [0, len(classes)), or None."""
     captions: Sequence[str] | None
     """Texts (N,), or None."""
-    images: Sequence[SourceImage] = field(repr=False)
+    images: ImagePlaces = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -128,31 +167,83 @@ class Columns(NamedTuple):
     label: str | None = None
 
 
-def described(
-    root: Path,
-    images: Mapping[str, tuple[SourceImage, Mapping[str, object]]],
-    requested: Columns,
-    captions: Sequence[str],
-    labels: Sequence[str],
-    origin: Path,
-) -> ImageSource:
-    """A source of ``images``, each with its values by column; ``captions`` and ``labels`` are usual columns.
+class FoundImages:
+    """Images as they are found, with their values by column; in columns, since there may be millions.
 
-    Raises as `choose_column`, `as_captions` and `as_labels`.
+    Only values of the columns ``wanted`` are kept, as JSON. After the last `add`, `sort` fills ``files`` and
+    ``order``.
     """
-    files = tuple(sorted(images))
-    rows = [images[name][1] for name in files]
-    columns = set().union(*rows)
-    caption = choose_column(columns, requested.caption, captions, "`caption_column`", origin)
-    label = choose_column(columns, requested.label, labels, "`label_column`", origin)
-    numbers: tuple[int, ...] | None = None
-    classes: tuple[str, ...] = ()
-    if label:
-        numbers, classes = as_labels([row.get(label) for row in rows], files, origin)
-    texts = None
-    if caption:
-        texts = as_captions([row.get(caption) for row in rows], files, origin)
-    return ImageSource(root, files, classes, numbers, texts, [images[name][0] for name in files])
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        self.columns: set[str] = set()
+        """Names of all columns."""
+        self.wanted = wanted
+        self._names = GrowingTexts()
+        self._values: dict[str, GrowingTexts] = {}
+        self.order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Numbers of the images in the order in which they were found, sorted by name."""
+        self.files = Texts.of(())
+        """Names in that order."""
+
+    def add(self, name: str, values: Mapping[str, object]) -> None:
+        """Add an image, with its ``values``, which are plain values of a JSON text."""
+        number = len(self._names)
+        self._names.append(name)
+        self.columns.update(values)
+        for key in values.keys() & self.wanted:
+            column = self._values.setdefault(key, GrowingTexts())
+            column.fill(number)
+            column.append(json.dumps(values[key]))
+
+    def sort(self) -> None:
+        """Sort all images by name."""
+        names = self._names.texts()
+        self.order = in_order(names)
+        self.files = names[self.order]
+        for column in self._values.values():
+            column.fill(len(names))
+
+    def repeated(self) -> int | None:
+        """Place in ``files`` of the first name that is also that of the image before; None without any."""
+        for place, (before, name) in enumerate(pairwise(self.files)):
+            if name == before:
+                return place + 1
+        return None
+
+    def values(self, column: str) -> Iterator[object]:
+        """Values of a wanted column, in sorted order; None where an image has none."""
+        for text in self._values[column].texts()[self.order]:
+            yield json.loads(text) if text else None
+
+    def source(
+        self,
+        root: Path,
+        images: ImagePlaces,
+        requested: Columns,
+        captions: Sequence[str],
+        labels: Sequence[str],
+        origin: Path,
+    ) -> ImageSource:
+        """A source of ``images`` in sorted order; ``captions`` and ``labels`` are usual columns.
+
+        Raises as `choose_column`, `as_captions` and `as_labels`.
+        """
+        has = self.columns
+        caption = choose_column(has, requested.caption, captions, "`caption_column`", origin)
+        label = choose_column(has, requested.label, labels, "`label_column`", origin)
+        numbers: Sequence[int] | None = None
+        classes: tuple[str, ...] = ()
+        if label:
+            numbers, classes = as_labels(self.values(label), self.files, origin)
+        texts = as_captions(self.values(caption), self.files, origin) if caption else None
+        return ImageSource(root, self.files, classes, numbers, texts, images)
+
+
+def in_order(texts: Texts) -> NDArray[np.int64]:
+    """Indices (N,) that sort ``texts``; equal ones keep their order."""
+    if all(one <= other for one, other in pairwise(texts)):
+        return np.arange(len(texts))
+    return np.array(sorted(range(len(texts)), key=texts.__getitem__), dtype=np.int64)
 
 
 def choose_column(
@@ -176,42 +267,47 @@ def choose_column(
     return found[0] if found else None
 
 
-def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) -> tuple[str, ...]:
+def as_captions(values: Iterable[object], names: Iterable[str], origin: Path) -> Texts:
     """Captions of the images ``names``; raises `HddmError` for the first that is missing or no text."""
-    captions = []
+    captions = GrowingTexts()
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, str):
             text = f"{name} has caption {_short(value)}; write a text, empty for no caption"
             raise HddmError(f"{origin}: {text}")
         captions.append(value)
-    return tuple(captions)
+    return captions.texts()
 
 
 def as_labels(
-    values: Sequence[object], names: Sequence[str], origin: Path
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    values: Iterable[object], names: Iterable[str], origin: Path
+) -> tuple["array[int]", tuple[str, ...]]:
     """Labels (N,) and class names: sorted names, or "0" … up to the largest for numbers.
 
     Raises `HddmError`, naming the image, for a missing label, one that is neither text nor a number from 0 to
     `LARGEST_LABEL`, and for texts among numbers.
     """
-    are_texts = bool(values) and isinstance(values[0], str)
+    labels = array("i")
+    # Class names by number, in the order in which they are found.
+    found: dict[str, int] = {}
+    are_texts: bool | None = None
     for value, name in zip(values, names, strict=True):
-        is_valid = isinstance(value, str)
-        if not are_texts:
-            is_valid = type(value) is int and 0 <= value <= LARGEST_LABEL
-        if not is_valid:
+        if are_texts is None:
+            are_texts = isinstance(value, str)
+        if are_texts and isinstance(value, str):
+            labels.append(found.setdefault(composed(value), len(found)))
+        elif not are_texts and type(value) is int and 0 <= value <= LARGEST_LABEL:
+            labels.append(value)
+        else:
             wanted = "a text" if are_texts else f"a number from 0 to {LARGEST_LABEL}"
             problem = f"{name} has label {_short(value)}; give each image {wanted}, or none a label"
             raise HddmError(f"{origin}: {problem}")
-    if are_texts:
-        texts = [composed(str(value)) for value in values]
-        classes = tuple(sorted(set(texts)))
-        number = {name: index for index, name in enumerate(classes)}
-        return tuple(number[text] for text in texts), classes
-    numbers = [int(str(value)) for value in values]
-    num_classes = max(numbers, default=-1) + 1
-    return tuple(numbers), tuple(map(str, range(num_classes)))
+    if not found:
+        num_classes = max(labels, default=-1) + 1
+        return labels, tuple(map(str, range(num_classes)))
+    classes = tuple(sorted(found))
+    number_of = np.zeros(len(classes), dtype=np.intc)
+    number_of[[found[name] for name in classes]] = np.arange(len(classes))
+    return array("i", number_of[np.asarray(labels)].tobytes()), classes
 
 
 def _short(value: object) -> str:

@@ -1,0 +1,1 @@
+"""Memory and time of a partition of many images."""
