@@ -1,7 +1,8 @@
 """Processor time and memory of commands: `python -m benchmarks.start_up`, beside libraries alone.
 
 Records and refusals should take no more than 0.8 s of processor time, and verbs that compute little more than
-libraries take to import, with one network. Each run is a process of its own, of one thread, and all take
+libraries take to import, with one network. Records of schedules of betas take as long as the libraries that
+compute them. Each run is a process of its own, of one thread, and all take
 turns. The least counts: others waited for the machine. ``--before CHECKOUT`` measures an older checkout in
 the same run.
 """
@@ -33,8 +34,9 @@ LIBRARIES = {
 }
 COMMANDS = {
     "--help": "--help",
-    "inspect an expert": "inspect {one} --json",
-    "inspect an ensemble": "inspect {ensemble} --json",
+    "inspect a flow expert": "inspect {two} --json",
+    "inspect a DDPM expert": "inspect {one} --json",
+    "inspect an ensemble of both": "inspect {ensemble} --json",
     "inspect a router": "inspect {router}",
     "inspect a shard": "inspect {parts}/shard_0",
     "compare two results": "compare {first} {second}",
@@ -109,7 +111,7 @@ def prepared(work: Path) -> dict[str, Path]:
             ["evaluate", str(samples), *reference, "--features", "classifier"],
         )
     (work / "bad").write_text("steps: [")
-    names = ("one", "ensemble", "router", "parts", "digits", "bad", "new")
+    names = ("one", "two", "ensemble", "router", "parts", "digits", "bad", "new")
     places = {name: (work / name).resolve() for name in names}
     return places | {name: (work / f"{name}.json").resolve() for name in ("first", "second")}
 

@@ -26,13 +26,34 @@ import torch
 from torch import Tensor
 
 from hddm.predictions import PredictionType, from_edm
-from hddm.schedule_records import DDPM_FAMILY, MOST_STEPS, SCHEDULE_KEYS
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json
 from hddm.utils.tensors import to_float64
 
 logger = logging.getLogger(__name__)
 
+DDPM_FAMILY = (
+    "DDPMScheduler",
+    "DDPMParallelScheduler",
+    "DDIMScheduler",
+    "DDIMInverseScheduler",
+    "DDIMParallelScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverMultistepInverseScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+    "UniPCMultistepScheduler",
+)
 FLOW_MATCH_FAMILY = (
     "FlowMatchEulerDiscreteScheduler",
     "FlowMatchHeunDiscreteScheduler",
@@ -40,8 +61,12 @@ FLOW_MATCH_FAMILY = (
 )
 EDM_FAMILY = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
 FAMILIES = (DDPM_FAMILY, FLOW_MATCH_FAMILY, EDM_FAMILY)
+MOST_STEPS = 100_000
 LARGEST_SIGMA = 1e6
 _EDM_KEYS = ("sigma_min", "sigma_max", "sigma_data")
+# The keys that fix a training schedule; all others of these classes belong to sampling.
+_BETAS = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
+_SCHEDULE_KEYS = ("num_train_timesteps", *_BETAS, "rescale_betas_zero_snr")
 _FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
 
 
@@ -354,7 +379,7 @@ def from_diffusers(source: object) -> Schedule:
     if config.get("timestep_type") == "continuous":
         raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is not a DDPM schedule")
     parameters, given = _parameters(name), dict[str, Any]()
-    for key in SCHEDULE_KEYS:
+    for key in _SCHEDULE_KEYS:
         if key in config:
             # A live config may hold an array, which a record cannot.
             given[key] = config[key].tolist() if hasattr(config[key], "tolist") else config[key]

@@ -19,7 +19,6 @@ from hddm.experts.expert import experts_in
 from hddm.experts.records import FORMAT, ExpertRecord, RouterRecord, read_expert_record
 from hddm.experts.shares import domains_of, weights_of
 from hddm.fit import Findings
-from hddm.schedule_records import recorded_range
 from hddm.topic_records import read_topic_record
 from hddm.utils.errors import counted
 from hddm.utils.files import read_json
@@ -34,6 +33,9 @@ from hddm.utils.records import (
     read_record,
 )
 from hddm.utils.weights_headers import stated_tensors
+
+WHOLE = ({"name": "linear"}, {"name": "cosine"})
+"""Schedules that cover all noise levels, whatever the scale of the data; no other needs to be built here."""
 
 
 def _expert(folder: Path) -> dict[str, Any]:
@@ -68,17 +70,13 @@ def _expert(folder: Path) -> dict[str, Any]:
 
 def _schedule_range(record: ExpertRecord) -> list[float]:
     """The noise levels that an expert's schedule covers, on the common path."""
-    config, scale = record.schedule, record.units.scale
-    # The data of EDM's path have a scale of their own.
-    own = 1 / config["sigma_data"] if config.get("name") == "edm" else 1.0
-    found = recorded_range(config, scale * own)
-    if found is None:
-        # One of the rarer schedules, which the libraries compute, or one that they refuse.
-        from hddm.schedules import from_config
+    if record.schedule in WHOLE:
+        return [0.0, 1.0]
+    # Imported here: it imports torch, and for betas diffusers, whose values they are.
+    from hddm.schedules import from_config
 
-        path = from_config(config)
-        found = path.range_of(scale * path.data_scale)
-    return list(found)
+    path = from_config(record.schedule)
+    return list(path.range_of(record.units.scale * path.data_scale))
 
 
 def _router(folder: Path) -> dict[str, Any]:

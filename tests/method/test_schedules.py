@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hddm.schedule_records import DDPM_FAMILY
 from hddm.schedules import (
+    DDPM_FAMILY,
     FLOW_MATCH_FAMILY,
     DiscreteSchedule,
     LinearSchedule,

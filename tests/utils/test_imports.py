@@ -1,14 +1,16 @@
 """What commands import: records are shown and slips refused without torch."""
 
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from hddm.schedule_records import recorded_range
-from hddm.schedules import DDPM_FAMILY, from_config, from_diffusers
-from tests.artefacts import in_a_fresh_process, in_fresh_processes, variant
+from hddm.inspection.models import WHOLE
+from hddm.schedules import from_config
+from hddm.utils.records import EXPERT_FILE
+from tests.artefacts import edit_json, in_a_fresh_process, in_fresh_processes, variant
 from tests.evaluation.test_compare import RESULT
 
 TORCH = {"torch", "diffusers", "transformers", "accelerate", "peft", "matplotlib", "sklearn"}
@@ -33,12 +35,16 @@ def _result(path: Path, images: str, distance: float) -> Path:
 
 @pytest.mark.integration
 def test_records_and_results_are_shown_without_torch(
-    ensemble: Path, ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
+    ensemble: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
 ) -> None:
+    """But for schedules of betas, which diffusers computes."""
+    continuous = tmp_path / "continuous"
+    shutil.copytree(ensemble, continuous)
+    edit_json(continuous / "experts" / "0" / EXPERT_FILE, schedule={"name": "cosine"})
     for seed in range(3):
         _result(tmp_path / "a" / f"{seed}.json", f"a{seed}", 20.0 + seed)
         _result(tmp_path / "b" / f"{seed}.json", f"b{seed}", 30.0 + seed)
-    models = (ddpm_expert, flow_expert, router, ensemble, shards, shards / "shard_0")
+    models = (flow_expert, router, continuous, shards, shards / "shard_0")
     lines = [["inspect", one, *words] for one in models for words in ([], ["--json"])]
     lines.append(["compare", tmp_path / "a", tmp_path / "b"])
     lines.append(["compare", tmp_path / "a" / "0.json"])
@@ -90,48 +96,10 @@ def test_verbs_that_run_hddms_own_networks_import_no_other(
         assert not foreign, line
 
 
-def test_ranges_of_recorded_schedules_are_those_of_the_schedules() -> None:
-    configs = [
-        {"name": "linear"},
-        {"name": "cosine"},
-        {"name": "edm", "sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5},
-        {"name": "discrete", "betas": [0.1, 0.2, 1.0]},
-        {"name": "discrete", "betas": [0.01] * 50},
-    ]
-    for kind in ("linear", "scaled_linear", "squaredcos_cap_v2"):
-        stated = {"_class_name": "DDPMScheduler", "beta_schedule": kind}
-        configs.append(from_diffusers(stated).config)
-    configs.append(
-        from_diffusers({"_class_name": "DDIMScheduler", "trained_betas": [0.1, 0.3]}).config
-    )
-    for config in configs:
-        for scale in (1.0, 0.3):
-            schedule = from_config(config)
-            found = recorded_range(config, scale)
-            assert found == pytest.approx(schedule.range_of(scale), rel=1e-6, abs=1e-12), config
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"name": "linear", "x": 1},
-        {"name": "edm", "sigma_min": 2.0, "sigma_max": 1.0, "sigma_data": 0.5},
-        {"name": "discrete", "betas": [0.1, "a"]},
-        {"name": "discrete", "betas": [1.0, 0.1]},
-        {"name": ["linear"]},
-        {"_class_name": DDPM_FAMILY[0], "num_train_timesteps": True, "beta_schedule": "linear"},
-        {"_class_name": DDPM_FAMILY[0], "trained_betas": ["a"]},
-        {
-            "_class_name": DDPM_FAMILY[0],
-            "trained_betas": [0.1, 0.2],
-            "rescale_betas_zero_snr": True,
-        },
-        {"_class_name": DDPM_FAMILY[0], "unknown": 1},
-        {"_class_name": "Unknown", "beta_schedule": "linear"},
-    ],
-)
-def test_ranges_of_odd_schedules_are_left_to_the_schedules(config: dict[str, object]) -> None:
-    assert recorded_range(config, 1.0) is None
+def test_schedules_that_inspect_does_not_build_cover_all_noise_levels() -> None:
+    for config in WHOLE:
+        for scale in (0.01, 1.0, 50.0):
+            assert from_config(config).range_of(scale) == (0.0, 1.0)
 
 
 def test_an_expert_of_an_unknown_schedule_is_still_refused_by_inspect(
