@@ -21,7 +21,7 @@ from hddm.checkpoints.single_files import file_layouts
 from hddm.checkpoints.source_names import NamePair
 from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, as_planned
 from hddm.experts.components import components_of
-from hddm.experts.kept import put_component
+from hddm.experts.kept import put_component, put_prompts
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
 from hddm.networks.components import STEM as VAE_STEM
 from hddm.networks.components import read_weights
@@ -31,7 +31,6 @@ from hddm.networks.families.installed import may_be_added
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import (
     index_content,
-    parts_in,
     several_in,
     texts_record_of,
     zeros_in,
@@ -231,8 +230,7 @@ def _write_pipeline(
         if inner is None:
             index[name] = put_component(draft, name, folder)
             continue
-        for part in parts_in(inner):
-            put_component(draft, part, folder / part)
+        put_prompts(draft, folder, inner)
         index |= index_content(inner, zeros_in(folder))
     scheduler, notes = _scheduler(record, family.time_factor), []
     if scheduler is None:

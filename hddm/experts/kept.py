@@ -34,12 +34,25 @@ _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 _TEXT_FILES = (".json", ".jinja", ".txt", ".md")
 
 
-def put_component(draft: Path, name: str, folder: Path, variant: str | None = None) -> ClassName:
+def put_prompts(draft: Path, folder: Path, pipeline: str, variant: str | None = None) -> None:
+    """Put the text encoders and tokenizers of ``folder``, of a pipeline, into ``draft``."""
+    for part, kind in parts_in(pipeline).items():
+        words = kind if isinstance(kind, TokenizerClass) else None
+        put_component(draft, part, folder / part, variant, words)
+
+
+def put_component(
+    draft: Path,
+    name: str,
+    folder: Path,
+    variant: str | None = None,
+    words: TokenizerClass | None = None,
+) -> ClassName:
     """Put a component into ``draft / name``, by hard links where possible; its library and class.
 
     Its weights (`hddm.networks.vae.find_weights`), configs and licence: no pickle, no second copy of the
-    weights. Raises `HddmError` for missing weights, a link that leaves ``folder``, and files that are not
-    those of its manifest, where it has one.
+    weights. ``words`` is the class of a tokenizer that a pipeline needs. Raises `HddmError` for missing
+    weights, a link that leaves ``folder``, and files that are not those of its manifest, where it has one.
     """
     if has_manifest(folder):
         _refuse_damaged_component(name, folder)
@@ -47,8 +60,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     pipeline = several_in(folder) if kind == "text_encoder" else None
     if pipeline is not None:
         refuse_other_parts(folder, pipeline)
-        for part in parts_in(pipeline):
-            put_component(target, part, folder / part, variant)
+        put_prompts(target, folder, pipeline, variant)
         write_json(target / MODEL_INDEX, index_content(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
     target.mkdir(parents=True)
@@ -60,7 +72,8 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
             for shard in sorted(set(read_json(weights)["weight_map"].values())):
                 link_or_copy(inside(folder, shard), target / shard)
         link_or_copy(weights, target / stored)
-    words = tokenizer_class(folder) if kind == "tokenizer" else None
+    if kind == "tokenizer" and words is None:
+        words = tokenizer_class(folder)
     for path in sorted(folder.iterdir()):
         is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
         is_text |= words is not None and path.name in words.files

@@ -20,7 +20,7 @@ from jinja2 import Environment, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import inside
+from hddm.utils.files import inside, read_whole
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -73,11 +73,12 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> Iterable[tuple[Path, 
         yield folder / "tokenizer_config.json", stated
     files = [folder / _FILE]
     if (folder / _FOLDER).is_dir():
-        files += sorted((folder / _FOLDER).iterdir())
+        files += sorted((folder / _FOLDER).glob("*.jinja"))
     for path in files:
         if path.exists():
             whole = inside(folder, path.relative_to(folder).as_posix())
-            yield path, whole.read_text(encoding="utf-8", errors="replace")
+            # A letter takes up to four bytes.
+            yield path, read_whole(whole, 4 * _LONGEST).decode(errors="replace")
 
 
 def _problem(template: object) -> str:

@@ -60,6 +60,8 @@ def replaced_by(kind: str) -> tuple[str, ...]:
 
 
 TRANSFORMERS = "transformers"
+_ANY_TOKENIZER = "TokenizersBackend"
+"""What transformers 5 may call a tokenizer of any class, whose files are in tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,17 @@ class TokenizerClass:
     keys: tuple[str, ...] = ()
     """Keys of its config besides those that all tokenizers have, which name no file and run nothing."""
 
+    others: tuple[str, ...] = ()
+    """Other classes that read the same files in the same way."""
+
     @property
     def names(self) -> tuple[str, ...]:
-        """What an index may call it."""
-        return (self.name,)
+        """What a config may call it."""
+        return (self.name, *self.others)
+
+    def accepts(self, name: str) -> bool:
+        """True if a pipeline that needs this class may call it so."""
+        return name.removesuffix("Fast") in (*self.names, _ANY_TOKENIZER)
 
 
 @dataclass(frozen=True)
@@ -121,13 +130,17 @@ class TextEncoderClass:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a config or an index may call it."""
+        """What a config may call it."""
         return (self.name, *self.around)
 
+    def accepts(self, name: str) -> bool:
+        """True if a pipeline that needs this class may call it so."""
+        return name in self.names
 
-_PLACES = "embeddings.position_ids"
+
+_POSITIONS = "embeddings.position_ids"
 CLIP_TOKENIZER = TokenizerClass("CLIPTokenizer", ("vocab.json", "merges.txt"))
-T5_TOKENIZER = TokenizerClass("T5Tokenizer", ("spiece.model",))
+T5_TOKENIZER = TokenizerClass("T5Tokenizer", ("spiece.model",), others=("MT5Tokenizer",))
 CLIP = TextEncoderClass(
     "CLIPTextModel",
     CLIP_TOKENIZER,
@@ -145,12 +158,12 @@ CLIP = TextEncoderClass(
     ),
     "CLIP",
     # A constant, and what makes its projected output.
-    unused=(_PLACES, "text_projection.weight"),
+    unused=(_POSITIONS, "text_projection.weight"),
     prefix="text_model.",
     around=("CLIPTextModelWithProjection",),
 )
 """It is read without its projection."""
-CLIP_PROJECTED = replace(CLIP, name=CLIP.around[0], around=(CLIP.name,), unused=(_PLACES,))
+CLIP_PROJECTED = replace(CLIP, name=CLIP.around[0], around=(CLIP.name,), unused=(_POSITIONS,))
 """The same with its projection, which some pipelines need."""
 T5 = TextEncoderClass(
     "T5EncoderModel",

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from hddm.condition_names import TEXT, TEXT_MASK
-from hddm.networks.chat_template import has_template
 from hddm.networks.clip_reading import PromptReading, read_states
 from hddm.networks.components import class_in, find_weights, read_config
 from hddm.networks.encoders import ALONE, T5, TextEncoderClass, TokenizerClass
@@ -49,7 +48,13 @@ from hddm.networks.text_encoder import (
     text_encoder_record_of,
     unread_text_encoder,
 )
-from hddm.networks.tokenizer import cuts, padding_of, read_tokenizer, refuse_half_characters
+from hddm.networks.tokenizer import (
+    check_tokenizer,
+    cuts,
+    padding_of,
+    read_tokenizer,
+    refuse_half_characters,
+)
 from hddm.utils.errors import HddmError, UsageError, an, in_words, one_line
 from hddm.utils.files import inside, read_json, write_json
 from hddm.utils.records import MODEL_INDEX
@@ -119,22 +124,17 @@ def refuse_other_parts(folder: Path, pipeline: str) -> None:
     for name, kind in parts_in(pipeline).items():
         stated = index.get(name)
         named = stated[1] if isinstance(stated, list) and len(stated) == 2 else ""
-        if str(named).removesuffix("Fast") not in kind.names:
+        if not kind.accepts(str(named)):
             found = "missing" if stated is None else one_line(stated, 60)
             raise HddmError(
                 f"{folder / MODEL_INDEX}: {name} is {found}, and must be {an(kind.name)}"
             )
         place = inside(folder, name)
         if isinstance(kind, TokenizerClass):
-            words = read_config(place, "tokenizer_config.json")
-            if writes_chats and not has_template(place, words):
-                raise HddmError(
-                    f"{place}: has no chat template, which says how prompts are written; fetch "
-                    "tokenizer_config.json anew"
-                )
+            check_tokenizer(place, kind, writes_chats)
             continue
         own = text_encoder_class(read_config(place))
-        if own is None or own.name not in kind.names:
+        if own is None or not kind.accepts(own.name):
             raise HddmError(f"{place}/config.json: is of no {kind.name}")
 
 
@@ -260,10 +260,11 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32, widens: bool = 
         return read_text_encoder(folder, dtype, widens=widens)
     refuse_other_parts(folder, pipeline)
     parts: dict[str, Any] = {}
+    writes_chats = prompts_of(pipeline).writes_chats
     for name, kind in encoders_in(pipeline).items():
         parts[name] = read_text_encoder(folder / name, dtype, kind=kind, widens=widens)
         words = tokenizer_of(name)
-        parts[words] = read_tokenizer(folder / words, prompts_of(pipeline).writes_chats)
+        parts[words] = read_tokenizer(folder / words, kind.tokenizer, writes_chats)
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
@@ -322,7 +323,7 @@ class PipelineText:
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
-        encoded = [one.name for one in pipelines().values() if one.has_text]
+        encoded = [name for name, one in pipelines().items() if one.has_text]
         known = ", ".join(encoded)
         if name == "":
             return f"its {MODEL_INDEX} names no class (_class_name); hddm can encode prompts of {known}"

@@ -54,7 +54,7 @@ def read_text_encoder(
     `HddmError` for a file that is missing or leaves the folder, another class, and tensors that are missing,
     left over, misshapen or not finite.
     """
-    empty, weights, path = _open(place, variant, kind)
+    known, empty, weights, path = _open(place, variant, kind)
     refuse_non_finite(path, weights)
     if not widens and dtype == torch.float32:
         dtype = _half_type(weights) or dtype
@@ -66,7 +66,7 @@ def read_text_encoder(
             state_dict=weights,
             dtype=dtype,
             output_loading_info=True,
-            **_class_of(empty).options,
+            **known.options,
         )
     if unfilled := report["missing_keys"] or report["mismatched_keys"]:
         raise HddmError(
@@ -95,7 +95,7 @@ def text_encoder_record_of(
     ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`, and ``pad`` the word that it
     pads with, None where that is not known.
     """
-    model, weights, _ = _open(place, variant, kind)
+    known, model, weights, _ = _open(place, variant, kind)
     mark = fingerprint(weights)
     config = place.config if isinstance(place, Held) else read_config(place)
     adapted = config.get(ADAPTED)
@@ -107,22 +107,18 @@ def text_encoder_record_of(
         fingerprint=mark,
         tokens=prompt_length(tokens, model.config),
         width=model.config.hidden_size,
-        padding="" if pad in (None, _usual_padding(model)) else str(pad),
+        padding="" if pad in (None, _usual_padding(known, model)) else str(pad),
     )
 
 
-def _usual_padding(model: Any) -> str | None:
+def _usual_padding(known: TextEncoderClass, model: Any) -> str | None:
     """The word that prompts of an encoder are padded with; None where padding is masked, as T5's.
 
     OpenAI's CLIP pads with the end of the text, and open_clip, which the activation tells, with its word 0.
     """
-    if _class_of(model).is_masked:
+    if known.is_masked:
         return None
     return ZERO_WORD if model.config.hidden_act == "gelu" else END_OF_TEXT
-
-
-def _class_of(model: Any) -> TextEncoderClass:
-    return text_encoders()[type(model).__name__]
 
 
 def unread_text_encoder(folder: Path, reason: str, variant: str | None = None) -> UnreadTextEncoder:
@@ -298,8 +294,8 @@ def class_stated(config: Mapping[str, Any]) -> str:
 
 def _open(
     place: Path | Held, variant: str | None, wanted: TextEncoderClass | None = None
-) -> tuple[Any, dict[str, Tensor], Path]:
-    """The empty encoder in ``place``, its tensors without the prefix, and the weights file."""
+) -> tuple[TextEncoderClass, Any, dict[str, Tensor], Path]:
+    """The class in ``place``, its empty encoder, its tensors without the prefix, and the weights file."""
     if isinstance(place, Held):
         origin, config = place.path, dict(place.config)
     else:
@@ -309,7 +305,10 @@ def _open(
     known = next((one for one in allowed if stated is not None and stated.name in one.names), None)
     if known is None:
         names = " or ".join(an(one.name) for one in allowed)
-        raise HddmError(f"{origin}: {class_stated(config)}, not {names}")
+        hint = ""
+        if stated is not None and wanted is None:
+            hint = "; name the folder of the pipeline that it belongs to, with model_index.json"
+        raise HddmError(f"{origin}: {class_stated(config)}, not {names}{hint}")
     if isinstance(place, Held):
         path, stored = place.path, place.weights
     else:
@@ -347,7 +346,7 @@ def _open(
     refuse_other_tensors(
         {key: one for key, one in expected.items() if key not in known.unused}, weights, path
     )
-    return model, weights, path
+    return known, model, weights, path
 
 
 def _assumed(known: TextEncoderClass, config: Mapping[str, Any], origin: Path) -> dict[str, object]:

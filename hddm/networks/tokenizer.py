@@ -14,7 +14,7 @@ from hddm.networks.components import read_config
 from hddm.networks.encoders import CLIP_TOKENIZER, TRANSFORMERS, TextEncoderClass, TokenizerClass
 from hddm.networks.families import tokenizers
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, optional
-from hddm.utils.files import inside
+from hddm.utils.files import inside, read_json
 
 # The loader hands every key of both files to the class, and some name files or positional arguments.
 _KEYS = {
@@ -40,49 +40,75 @@ _SPECIAL_KEYS = {
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
     *_LISTS,
 }
+LARGEST_VOCABULARY = 128 * 2**20
+"""Bytes of the largest tokenizer.json; that of Gemma 2 has 34 million."""
 MOST_ADDED = 1000
 """Tokens that a tokenizer adds to its vocabulary at most; T5 adds 100."""
 _INPUTS = ("input_ids", "attention_mask")
 
 
-def read_tokenizer(folder: Path, writes_chats: bool = False) -> Any:
-    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or the files of its class.
+def check_tokenizer(
+    folder: Path, wanted: TokenizerClass | None = None, writes_chats: bool = False
+) -> TokenizerClass:
+    """Class of the tokenizer in ``folder``, whose files are checked, and not opened by transformers.
 
-    Its chat template is left out, unless a pipeline ``writes_chats`` with it. Raises `HddmError` for missing
-    files, entries that leave the folder, another class, a key of the config or the special tokens that is not
-    known to be harmless, a chat template that is to write prompts and not known, and files that make no
-    tokenizer.
+    Args:
+        folder: with ``tokenizer.json``, or the files of its class.
+        wanted: the class that a pipeline needs; without it, any known one.
+        writes_chats: True if the pipeline writes prompts with its chat template.
+
+    Raises:
+        HddmError: for missing files, entries that leave the folder, another class, a key of the config or the
+            special tokens that is not known to be harmless, and a chat template that is to write prompts and
+            is missing or not known.
     """
     settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     if not settings.exists() and (folder / "tokenizer" / settings.name).exists():
         raise HddmError(f"{folder}: is no tokenizer's folder; name {folder / 'tokenizer'}")
     config = read_config(folder, settings.name)
-    kind = _class_stated(config, settings)
+    kind = _class_stated(config, settings, wanted)
     # All folders below: chat templates are read from one.
     for entry in folder.rglob("*"):
         inside(folder, entry.relative_to(folder).as_posix())
     tokens = read_config(folder, special.name) if special.exists() else {}
     _refuse_many(folder, config, tokens)
-    for path, keys, allowed in (
-        (settings, config, _KEYS.union(kind.keys)),
-        (special, tokens, _SPECIAL_KEYS),
-    ):
+    allowed = _KEYS.union(kind.keys)
+    for path, keys, known in ((settings, config, allowed), (special, tokens, _SPECIAL_KEYS)):
         for key in keys:
-            if key not in allowed:
-                hint = did_you_mean(key, allowed)
-                raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
-    is_chat = writes_chats and has_template(folder, config)
+            if key not in known:
+                hint = did_you_mean(key, known)
+                raise HddmError(
+                    f"{path}: has an unknown key {key!r}{hint}; if it changes nothing of how texts are "
+                    "divided, delete it there"
+                )
+    if writes_chats and not has_template(folder, config):
+        raise HddmError(
+            f"{folder}: has no chat template, which says how prompts are written; fetch "
+            "tokenizer_config.json anew"
+        )
     missing = [name for name in kind.files if not (folder / name).is_file()]
     has_files = kind.files and not missing
     # Without any of these, the class makes a tokenizer of three words.
     if not has_files and not (folder / "tokenizer.json").is_file():
         names = " and no ".join([*missing, "tokenizer.json"])
         raise HddmError(f"{folder}: no {names}; fetch what is missing")
+    return kind
+
+
+def read_tokenizer(
+    folder: Path, wanted: TokenizerClass | None = None, writes_chats: bool = False
+) -> Any:
+    """Read the tokenizer in ``folder``; arguments are those of `check_tokenizer`.
+
+    Its chat template is left out, unless it writes prompts. Raises `HddmError` as `check_tokenizer`, and for
+    a missing package and files that make no tokenizer.
+    """
+    kind = check_tokenizer(folder, wanted, writes_chats)
     if kind.package:
         optional(kind.package, f"{folder}: {an(kind.name)}", kind.extra)
     try:
         tokenizer = imported(kind).from_pretrained(str(folder), local_files_only=True)
-        tokenizer.chat_template = TEMPLATE if is_chat else None
+        tokenizer.chat_template = TEMPLATE if writes_chats else None
         # It keeps settings of any kind, and fails on them at the first prompt.
         cuts(tokenizer, ["a"], length=2)
         found = tokenized(tokenizer, ["a"], 2)
@@ -90,7 +116,8 @@ def read_tokenizer(folder: Path, writes_chats: bool = False) -> Any:
         reason = one_line(error, 300)
         raise HddmError(f"{folder}: its files do not make a tokenizer ({reason})") from error
     if missing := [name for name in _INPUTS if name not in found]:
-        stated = one_line(config.get("model_input_names"), 60)
+        settings = folder / "tokenizer_config.json"
+        stated = one_line(read_config(folder, settings.name).get("model_input_names"), 60)
         raise HddmError(
             f"{settings}: model_input_names is {stated}, without {missing[0]}; delete it there"
         )
@@ -104,7 +131,7 @@ def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, 
     lists.append(config.get("added_tokens_decoder"))
     for name, key in (("added_tokens.json", None), ("tokenizer.json", "added_tokens")):
         if (folder / name).exists():
-            content = read_config(folder, name)
+            content = read_json(inside(folder, name), LARGEST_VOCABULARY)
             lists.append(content if key is None else content.get(key))
     number = sum(len(one) for one in lists if isinstance(one, list | dict))
     extra = config.get("extra_ids")
@@ -183,13 +210,19 @@ def tokenizer_class(folder: Path) -> TokenizerClass:
     return _class_stated(read_config(folder, name), folder / name)
 
 
-def _class_stated(config: Mapping[str, Any], origin: Path) -> TokenizerClass:
-    """Class that a config, read from ``origin``, states."""
-    known = " or ".join(map(an, tokenizers()))
+def _class_stated(
+    config: Mapping[str, Any], origin: Path, wanted: TokenizerClass | None = None
+) -> TokenizerClass:
+    """Class that a config, read from ``origin``, states; the ``wanted`` one, or any known one."""
+    allowed = tokenizers() if wanted is None else {wanted.name: wanted}
+    known = " or ".join(an(one) for one in dict.fromkeys(kind.name for kind in allowed.values()))
     stated = config.get("tokenizer_class", CLIP_TOKENIZER.name)
     if stated is None:
         raise HddmError(f"{origin}: names no class (tokenizer_class), of {known}")
-    name = str(stated).removesuffix("Fast")
-    if name not in tokenizers():
+    name = str(stated)
+    if wanted is not None and wanted.accepts(name):
+        return wanted
+    kind = allowed.get(name.removesuffix("Fast"))
+    if kind is None:
         raise HddmError(f"{origin}: holds {an(one_line(name, 60))}, not {known}")
-    return tokenizers()[name]
+    return kind

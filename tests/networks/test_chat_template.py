@@ -104,3 +104,13 @@ def test_several_templates_are_read_wherever_they_lie(tmp_path: Path) -> None:
     inner.mkdir()
     (inner / "chat_template.jinja").symlink_to(tmp_path / "outside")
     assert "outside the folder" in refusal(has_template, inner, {})
+
+
+def test_files_that_are_no_template_are_left_alone_and_large_ones_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "additional_chat_templates"
+    (folder / "a.jinja.d").mkdir(parents=True)
+    (folder / "notes.txt").write_text("{% include 'evil' %}")
+    assert not has_template(tmp_path, {})
+    with (tmp_path / "chat_template.jinja").open("wb") as file:
+        file.truncate(2**31)
+    assert "has more than 80000 bytes" in refusal(has_template, tmp_path, {})

@@ -104,14 +104,93 @@ HUNYUAN = Published(
 PUBLISHED = {"ChromaTransformer2DModel": CHROMA, "HunyuanDiT2DModel": HUNYUAN}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@dataclass(frozen=True)
+class Size:
+    """A published config, with its number of weights and of patches of a sample of side 128."""
+
+    config: Mapping[str, Any]
+    weights: float
+    patches: int | None = 4096
+
+
+SIZES = {name: Size(one.config, one.weights) for name, one in PUBLISHED.items()} | {
+    "FluxTransformer2DModel": Size({"guidance_embeds": True}, 11.9e9),
+    "SD3Transformer2DModel": Size(
+        {
+            "num_layers": 24,
+            "attention_head_dim": 64,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 4096,
+            "caption_projection_dim": 1536,
+            "pooled_projection_dim": 2048,
+            "out_channels": 16,
+            "pos_embed_max_size": 192,
+        },
+        2.03e9,
+    ),
+    "ZImageTransformer2DModel": Size(
+        {
+            "in_channels": 16,
+            "dim": 3840,
+            "n_layers": 30,
+            "n_refiner_layers": 2,
+            "n_heads": 30,
+            "n_kv_heads": 30,
+            "cap_feat_dim": 2560,
+            "axes_dims": [32, 48, 48],
+            "axes_lens": [1536, 512, 512],
+        },
+        6.15e9,
+    ),
+    "Lumina2Transformer2DModel": Size(
+        {
+            "in_channels": 16,
+            "hidden_size": 2304,
+            "num_layers": 26,
+            "num_refiner_layers": 2,
+            "num_attention_heads": 24,
+            "num_kv_heads": 8,
+            "cap_feat_dim": 2304,
+            "axes_dim_rope": [32, 32, 32],
+            "axes_lens": [300, 512, 512],
+        },
+        2.61e9,
+    ),
+    # Of Kolors.
+    "UNet2DConditionModel": Size(
+        {
+            "sample_size": 128,
+            "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 2],
+            "up_block_types": [*["CrossAttnUpBlock2D"] * 2, "UpBlock2D"],
+            "block_out_channels": [320, 640, 1280],
+            "transformer_layers_per_block": [1, 2, 10],
+            "attention_head_dim": [5, 10, 20],
+            "cross_attention_dim": 2048,
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 5632,
+            "encoder_hid_dim": 4096,
+            "encoder_hid_dim_type": "text_proj",
+        },
+        2.58e9,
+        patches=None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_a_published_network_has_its_weights_and_its_patches(name: str) -> None:
-    published = PUBLISHED[name]
+    published = SIZES[name]
     kind = getattr(diffusers, name)
-    network = empty_network(kind, dict(published.config), 2000, "config.json")
+    network = empty_network(kind, dict(published.config), 3000, "config.json")
     weights = sum(one.numel() for one in network.parameters())
     assert weights == pytest.approx(published.weights, rel=0.03)
-    assert families()[name].interface(network.config, (128, 128)).num_patches == 4096
+    assert families()[name].interface(network.config, (128, 128)).num_patches == published.patches
+
+
+def test_every_family_that_is_published_as_a_single_file_is_among_them() -> None:
+    assert {one.name for one in families().values() if one.single_file} <= set(SIZES)
 
 
 def _stock(name: str, folder: Path) -> DiffusionPipeline:

@@ -359,6 +359,8 @@ HOSTILE = {
     "axes_dim_rope": ([4, 6, 8], "axes_dim_rope is [4, 6, 8], and is three even numbers that sum"),
     "axes_lens": ([300, 10**9, 64], "axes_lens is [300, 1000000000, 64], and is three numbers"),
 }
+WIDE = 2**17
+"""Width of a head whose tables of places would take gigabytes, beside a network of a megabyte."""
 
 
 @pytest.mark.parametrize("key", HOSTILE)
@@ -398,6 +400,18 @@ LINEAR = {"rope_type": "linear", "factor": 1e9, "rope_theta": 1e4}
         ("model_index.json", {"text_encoder": ["mine", "Evil"]}, "must be a Gemma2Model"),
         ("transformer/config.json", {"num_layers": 10**6}, "its depth is 1000000"),
         ("transformer/config.json", {"axes_lens": [300, 10**12, 64]}, "axes_lens is [300,"),
+        (
+            "transformer/config.json",
+            {
+                "hidden_size": WIDE,
+                "num_attention_heads": 1,
+                "num_kv_heads": 1,
+                "axes_dim_rope": [WIDE - 4, 2, 2],
+                "axes_lens": [2**16] * 3,
+            },
+            "numbers, of 4,194,304 at most",
+        ),
+        ("transformer/config.json", {"axes_lens": [300, 1, 1]}, "at most 2 a side"),
         ("transformer/config.json", {"_class_name": "Evil"}, "holds an Evil"),
     ],
     ids=str,
@@ -414,6 +428,56 @@ def test_hostile_files_are_refused_in_one_line(
     told = text.missing or refusal(lambda: read_texts(text.components["text_encoder"]))
     assert said in told
     assert "\n" not in told
+
+
+def test_a_vocabulary_as_large_as_that_of_gemma_2_is_read(source: Path, tmp_path: Path) -> None:
+    other = copied(source, tmp_path)
+    file = other / "tokenizer" / "tokenizer.json"
+    # Space between words of JSON, as a file of 256,000 words and their merges has the bytes.
+    file.write_text(file.read_text().replace("{", "{" + " " * 35_000_000, 1))
+    assert PipelineText(other).missing == ""
+    assert read_tokenizer(other / "tokenizer").eos_token == "<eos>"
+    file.write_text("{" + " " * 2**27 + "}")
+    assert "has more than 134217728 bytes" in PipelineText(other).missing
+
+
+def test_former_and_general_names_of_classes_are_known(
+    source: Path, expert: Path, tmp_path: Path
+) -> None:
+    """diffusers called the pipeline otherwise, and transformers 5 gives some tokenizers no class."""
+    other = copied(source, tmp_path)
+    edit_json(other / WORDS, tokenizer_class="TokenizersBackend")
+    edit_json(
+        other / "model_index.json",
+        _class_name="Lumina2Text2ImgPipeline",
+        tokenizer=["transformers", "TokenizersBackend"],
+    )
+    library.convert(other, tmp_path / "expert")
+    again = HDDMPipeline.from_pretrained(tmp_path / "expert").encode(PROMPTS)
+    for name, one in HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given.items():
+        assert torch.equal(again.given[name], one)
+
+
+def test_a_prompt_may_bring_the_sentence_before_it(pipe: Lumina2Pipeline, expert: Path) -> None:
+    """As users of models with other sentences write it; each is as the pipeline's `system_prompt`."""
+    own = "You draw maps."
+    texts = [f"{own} <Prompt Start> a cat", "a dog", f"{own} <Prompt Start> a dog"]
+    found = HDDMPipeline.from_pretrained(expert).encode(texts).given
+    theirs, mask, *_ = pipe.encode_prompt(["a cat", "a dog"], False, system_prompt=own)
+    plain, other, *_ = pipe.encode_prompt(["a dog"], False)
+    assert torch.equal(found[TEXT], torch.stack([theirs[0], plain[0], theirs[1]]))
+    assert torch.equal(found[MASK], torch.stack([mask[0], other[0], mask[1]]))
+
+
+def test_a_text_is_encoded_once(expert: Path) -> None:
+    """Gemma 2 has billions of weights: one call for both prompts, and one for both negative ones."""
+    made = HDDMPipeline.from_pretrained(expert)
+    calls = []
+    made.text_encoder.encoders["text_encoder"].register_forward_hook(
+        lambda module, inputs, output: calls.append(len(output[0]))
+    )
+    made.encode(PROMPTS, negative_prompt=AGAINST, guided=True)
+    assert calls == [2, 2]
 
 
 def test_a_tokenizer_without_its_one_file_is_refused(source: Path, tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def _names_of(family: Family) -> set[tuple[str, str]]:
     if family.former_norm:
         found.add(("former norm_type", family.former_norm))
     for pipeline in family.pipelines:
-        found.add(("pipeline", pipeline.name))
+        for name in (pipeline.name, *pipeline.former_names):
+            found.add(("pipeline", name))
     return found
 
 
@@ -99,17 +100,21 @@ def text_conditions() -> tuple[str, ...]:
 
 
 def pipelines() -> Mapping[str, Pipeline]:
-    """Pipelines around the networks of all families, by class."""
+    """Pipelines around the networks of all families, by class, former ones too."""
     found = {}
     for family in families().values():
         for pipeline in family.pipelines:
-            found[pipeline.name] = pipeline
+            for name in (pipeline.name, *pipeline.former_names):
+                found[name] = pipeline
     return found
 
 
 @functools.cache
 def text_encoders() -> Mapping[str, TextEncoderClass]:
-    """Text encoders by each class that a config may name, those that a pipeline has alone before others."""
+    """Text encoders by each class that a config may name, those that a pipeline has alone before others.
+
+    Raises `HddmError` for a class that two families read in different ways.
+    """
     kinds = [*ALONE]
     for pipeline in pipelines().values():
         if pipeline.prompts is not None:
@@ -117,15 +122,26 @@ def text_encoders() -> Mapping[str, TextEncoderClass]:
     found: dict[str, TextEncoderClass] = {}
     for kind in kinds:
         for name in kind.names:
-            found.setdefault(name, kind)
+            other = found.setdefault(name, kind)
+            if kind != other and kind.name == other.name:
+                raise HddmError(
+                    f"two families read the text encoder {name} in different ways; give both one "
+                    "TextEncoderClass"
+                )
     return found
 
 
 def tokenizers() -> Mapping[str, TokenizerClass]:
-    """Tokenizers of all text encoders by class."""
-    found = {}
-    for kind in text_encoders().values():
-        found[kind.tokenizer.name] = kind.tokenizer
+    """Tokenizers of all text encoders by each class that a config may name; raises as `text_encoders`."""
+    found: dict[str, TokenizerClass] = {}
+    for encoder in text_encoders().values():
+        kind = encoder.tokenizer
+        for name in kind.names:
+            if found.setdefault(name, kind) != kind:
+                raise HddmError(
+                    f"two families read the tokenizer {name} in different ways; give both one "
+                    "TokenizerClass"
+                )
     return found
 
 

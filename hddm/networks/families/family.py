@@ -164,6 +164,8 @@ class Pipeline:
     """Its class."""
     network: str = "transformer"
     """Its keyword for the network, and the network's folder."""
+    former_names: tuple[str, ...] = ()
+    """What earlier versions of diffusers called it."""
     prompts: Prompts | None = None
     """None where one CLIP, one T5 or no text encoder makes the conditions."""
     has_text: bool = False
@@ -299,6 +301,12 @@ class Family:
             text = f"a sample of {height}×{width} cannot be divided into them"
             raise HddmError(f"{self.name} has patches of side {patch}, and {text}")
         taken = self.conditions(config)
+        sizes = self.sizes(config)
+        if sizes is not None and max(height, width) > sizes.most:
+            raise HddmError(
+                f"{self.name} takes samples of at most {sizes.most} a side by its config, and one of "
+                f"{height}×{width} is asked for"
+            )
         return Interface(
             sample_shape=(channels, height, width),
             variance_head=self.has_variance_head(config),

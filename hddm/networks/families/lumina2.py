@@ -4,7 +4,8 @@ The network counts time from noise, and its output points to the data:
 
     v(x, t) = - network(x, 1 - t)
 
-A prompt is read behind a sentence that says what the model is for, and a negative prompt without it.
+A prompt is read behind a sentence that says what the model is for, and a negative prompt without it. One that
+has ``<Prompt Start>`` brings its own sentence.
 """
 
 from collections.abc import Mapping
@@ -69,10 +70,12 @@ _GEMMA2 = TextEncoderClass(
 )
 _SYSTEM = (
     "You are an assistant designed to generate superior images with the superior degree of image-text "
-    "alignment based on textual prompts or user prompts. <Prompt Start> "
+    "alignment based on textual prompts or user prompts."
 )
-"""What comes before a prompt."""
-_SHARES = (32, 32, 32)
+"""What comes before a prompt that says nothing else."""
+_BEGIN = " <Prompt Start> "
+"""What divides the two."""
+_AXES = (32, 32, 32)
 """Numbers of a head that stand for each axis of a place (text, row, column), which no tensor shows."""
 _PLACES = (300, 512, 512)
 """Places on each axis, in the files of its authors."""
@@ -87,21 +90,37 @@ class PromptsBehindATask(PaddedPrompts):
         return (TEXT, TEXT_MASK)
 
     def written(self, tokenizer: Any, texts: list[str], is_negative: bool) -> list[str]:
-        return texts if is_negative else [_SYSTEM + text for text in texts]
+        return texts if is_negative else [_BEGIN.join(_divided(text)) for text in texts]
 
     def encode(
         self, pipe: Any, texts: list[str], device: torch.device, is_negative: bool
     ) -> dict[str, Tensor]:
-        tokens, mask, negative, negative_mask = pipe.encode_prompt(
-            texts,
-            is_negative,
-            negative_prompt=texts,
-            device=device,
-            max_sequence_length=self.tokens,
-        )
+        size = {"device": device, "max_sequence_length": self.tokens}
         if is_negative:
-            return {TEXT: negative, TEXT_MASK: negative_mask}
-        return {TEXT: tokens, TEXT_MASK: mask}
+            # Something that is encoded already, in place of prompts.
+            known = torch.zeros(len(texts), 1, 1)
+            *_, tokens, mask = pipe.encode_prompt(
+                None, True, texts, prompt_embeds=known, prompt_attention_mask=known[..., 0], **size
+            )
+            return {TEXT: tokens, TEXT_MASK: mask}
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        pairs = [_divided(text) for text in texts]
+        for sentence in dict.fromkeys(sentence for sentence, _ in pairs):
+            rows = [row for row, pair in enumerate(pairs) if pair[0] == sentence]
+            own = [pairs[row][1] for row in rows]
+            tokens, mask, *_ = pipe.encode_prompt(own, False, system_prompt=sentence, **size)
+            found.update(zip(rows, zip(tokens, mask, strict=True), strict=True))
+        ordered = [found[row] for row in range(len(texts))]
+        return {
+            TEXT: torch.stack([tokens for tokens, _ in ordered]),
+            TEXT_MASK: torch.stack([mask for _, mask in ordered]),
+        }
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """The sentence before a prompt, and the prompt."""
+    sentence, mark, prompt = text.partition(_BEGIN.strip())
+    return (sentence.strip(), prompt.strip()) if mark else (_SYSTEM, text)
 
 
 _PROMPTS = PromptsBehindATask((_GEMMA2,), tokens=256)
@@ -114,7 +133,14 @@ class Lumina2(Family):
     layout = "diffusers-lumina2"
     depths = (("num_layers", "num_refiner_layers"),)
     blocks = ("Lumina2TransformerBlock",)
-    pipelines = (Pipeline("Lumina2Pipeline", prompts=_PROMPTS, has_text=True),)
+    pipelines = (
+        Pipeline(
+            "Lumina2Pipeline",
+            former_names=("Lumina2Text2ImgPipeline",),
+            prompts=_PROMPTS,
+            has_text=True,
+        ),
+    )
     # github.com/Alpha-VLLM/Lumina-Image-2.0; queries, keys and values are one layer.
     single_file = SingleFile(
         "lumina2",
@@ -176,10 +202,10 @@ class Lumina2(Family):
         width, numbers = shape_of(weights, "x_embedder.weight", 2, origin)
         rows = shape_of(weights, "final_layer.linear.weight", 2, origin)[0]
         head = shape_of(weights, "layers.0.attention.q_norm.weight", 1, origin)[0]
-        if head != sum(_SHARES) or width % head:
+        if head != sum(_AXES) or width % head:
             raise HddmError(
                 f"{origin}: its heads have {head} numbers of {width}; the places of Lumina 2 are known for "
-                f"{sum(_SHARES)}"
+                f"{sum(_AXES)}"
             )
         joint = shape_of(weights, "layers.0.attention.qkv.weight", 2, origin)[0]
         return {
@@ -192,7 +218,7 @@ class Lumina2(Family):
             "num_attention_heads": width // head,
             "num_kv_heads": (joint - width) // (2 * head),
             "cap_feat_dim": shape_of(weights, "cap_embedder.1.weight", 2, origin)[1],
-            "axes_dim_rope": list(_SHARES),
+            "axes_dim_rope": list(_AXES),
             "axes_lens": list(_PLACES),
         }
 

@@ -10,6 +10,8 @@ from hddm.networks.families.family import Config, count
 
 _MOST = 2**16
 """Places on one axis."""
+_LARGEST = 2**22
+"""Numbers of the tables of all axes; those of Z-Image have 98,304."""
 
 
 def _three(config: Config, key: str) -> tuple[int, ...]:
@@ -45,4 +47,7 @@ def problems_of_places(
     if not places or max(places) > _MOST or places[0] < least:
         text = f"is three numbers of at most {_MOST}, the first of at least {least}"
         found.append(f"{lengths} is {str(config.get(lengths))[:40]}, and {text}")
+    numbers = sum(axis * place for axis, place in zip(axes, places, strict=False))
+    if numbers > _LARGEST:
+        found.append(f"{shares} and {lengths} ask for {numbers:,} numbers, of {_LARGEST:,} at most")
     return found

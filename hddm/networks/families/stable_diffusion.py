@@ -108,8 +108,6 @@ class StableDiffusion(Unet):
     ) -> Pipeline:
         if arguments.get("addition_embed_type") != "text_time":
             return self.pipelines[0]
-        if text_encoder is not None and text_encoder.kind == _XL.name:
-            return _XL
         return _XL if arguments.get(_PROJECTED) is None else KOLORS
 
 

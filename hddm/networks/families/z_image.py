@@ -62,7 +62,7 @@ _QWEN3 = TextEncoderClass(
 _PATCH = 2
 _PATCHES = {"all_patch_size": _PATCH, "all_f_patch_size": 1}
 """Keys of its config, each a list of the one size that its pipeline asks for."""
-_OUTER = f"{_PATCH}-1"
+_KIND_OF_PATCH = f"{_PATCH}-1"
 """What the class calls the embedder and the last layer of these patches."""
 _AXES = (32, 48, 48)
 """Numbers of a head that stand for each axis of a place (text, row, column), which no tensor shows."""
@@ -172,9 +172,11 @@ class ZImage(Family):
         found = {}
         for name in ("cap_embedder.0", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"):
             found[name] = ForeignLayer((name,))
-        found["x_embedder"] = ForeignLayer((f"all_x_embedder.{_OUTER}",))
+        found["x_embedder"] = ForeignLayer((f"all_x_embedder.{_KIND_OF_PATCH}",))
         for name in ("linear", "adaLN_modulation.1"):
-            found[f"final_layer.{name}"] = ForeignLayer((f"all_final_layer.{_OUTER}.{name}",))
+            found[f"final_layer.{name}"] = ForeignLayer(
+                (f"all_final_layer.{_KIND_OF_PATCH}.{name}",)
+            )
         numbers = {"layers": config["n_layers"]}
         numbers |= dict.fromkeys(("noise_refiner", "context_refiner"), config["n_refiner_layers"])
         for part, number in numbers.items():
