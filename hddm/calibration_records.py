@@ -6,8 +6,6 @@ from hddm.utils.documents import parse_object
 from hddm.utils.weights_headers import stated_tensors
 
 FILE_NAME = "calibration.safetensors"
-
-
 RECORD_KEY = "calibrated_on"
 
 

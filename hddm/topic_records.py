@@ -10,8 +10,6 @@ from hddm.utils.records import Record, parse_record
 from hddm.utils.weights_headers import stated_tensors
 
 TOPIC = "topic.safetensors"
-
-
 HEADER = "described"
 
 

@@ -81,8 +81,6 @@ class Memorisation(OpenRecord):
 
 RECOGNISED = 0.9
 """An image is recognised if the classifier's probability of some class is above this."""
-
-
 LEARNED = 0.5
 """A model has learned if its samples are recognised at least this many times as often as real images, and
 have at least this many times the precision and the recall of real images."""

@@ -21,14 +21,8 @@ from hddm.utils.records import (
 
 BASES = "bases"
 """Folder of an ensemble for weights that adapters change."""
-
-
 ADAPTER_CONFIG = "adapter_config.json"
-
-
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 

@@ -37,8 +37,6 @@ ClassName = tuple[str, str]
 
 KEPT = ("vae", "text_encoder", "tokenizer")
 """Components that a converted expert may have besides its network, one folder each."""
-
-
 MOST_ENCODERS = 3
 """VAEs, and text encoders, of an ensemble at most."""
 
@@ -64,14 +62,8 @@ def kept_components(expert: Path) -> dict[str, Path]:
 
 
 ROUTER = "router"
-
-
 PIPELINE_CLASS = "HDDMPipeline"
-
-
 SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
-
-
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 
@@ -84,8 +76,6 @@ def _all_components() -> tuple[str, ...]:
 
 COMPONENTS = _all_components()
 """Components that an ensemble may have besides networks and scheduler."""
-
-
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
     "vae": tuple(("diffusers", name) for name in READ_VAES),
     "text_encoder": (
@@ -107,26 +97,14 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
 
 NEEDED = ("experts", "scheduler")
 """Components that every ensemble has."""
-
-
 _RECORDS = ("_class_name", "_diffusers_version")
-
-
 ENSEMBLE_FORMAT = "2.0"
-
-
 MOMENTS = "moments"
 """In place of a router's folder: a router by the experts' moments (`hddm.routers.MomentsRouter`)."""
-
-
 RELIABILITY = "reliability"
 """In place of a router's folder: weights by noise level (`hddm.reliability.ReliabilityRouter`)."""
-
-
 MOMENTS_EVIDENCE = 10.0
 """Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
-
-
 ShareWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -306,8 +284,6 @@ def label(folder: str, name: str) -> str:
 
 
 PIPELINE_FILE = "pipeline.py"
-
-
 PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
 
     DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)

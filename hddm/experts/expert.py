@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hddm.experts.ensemble_records import EnsembleRecord, Member
-from hddm.experts.records import (
-    ExpertRecord,
-    read_expert_record,
-)
+from hddm.experts.records import ExpertRecord, read_expert_record
 from hddm.networks.unread import Unread
 
 if TYPE_CHECKING:

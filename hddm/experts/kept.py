@@ -9,6 +9,7 @@ from pathlib import Path
 from hddm.experts.ensemble_records import ClassName, kept_components, named, unnumbered
 from hddm.networks.components import STEM as VAE_STEM
 from hddm.networks.components import read_config, read_weights
+from hddm.networks.encoders import TokenizerClass
 from hddm.networks.prompts import (
     index_content,
     parts_in,
