@@ -28,11 +28,11 @@ from hddm.experts.ensemble_records import numbered
 from hddm.networks.clip_reading import PromptReading
 from hddm.networks.encoders import T5
 from hddm.networks.families import Family
-from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders, text_parts
 from hddm.networks.text_encoder import embed, refuse_for_others
 from hddm.networks.tokenizer import refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
+from hddm.networks.vae_types import Vae
 from hddm.networks.wrappers import family_behind
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan
