@@ -24,7 +24,7 @@ OF_ENCODERS = {*VAES, *text_encoders(), *tokenizers()}
 SHARED = {*VAES}
 """Those that are not of one family alone."""
 for kind in ALONE:
-    SHARED.update((*kind.names, kind.tokenizer.name))
+    SHARED.update((*kind.names, *kind.tokenizer.names))
 FILES = sorted(path for folder in ("hddm", "cli") for path in (ROOT / folder).rglob("*.py"))
 
 
