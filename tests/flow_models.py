@@ -1,4 +1,4 @@
-"""Tiny networks of SD3, Flux, Chroma and Z-Image, and what they mean, written down by hand."""
+"""Tiny networks of SD3, Flux, Chroma, Z-Image and Lumina 2, and what they mean, written down by hand."""
 
 import itertools
 from collections.abc import Iterator
@@ -146,9 +146,23 @@ def places_by_hand(height: int, width: int) -> Tensor:
 
 @torch.no_grad()
 def velocity_by_hand(network: ModelMixin, x: Tensor, t: Tensor, given: dict[str, Tensor]) -> Tensor:
-    """What the network says at times t of [0, 1]: its output is eps - x_0."""
+    """What the network says at times t of [0, 1], as eps - x_0.
+
+    Those of Z-Image and Lumina 2 count time from noise, and their output is x_0 - eps.
+    """
     if isinstance(network, SD3Transformer2DModel):
         return network(x, timestep=1000 * t, return_dict=False, **given)[0]
+    if isinstance(network, ZImageTransformer2DModel):
+        texts = []
+        for one, mask in zip(
+            given["encoder_hidden_states"], given["encoder_attention_mask"], strict=True
+        ):
+            texts.append(one[mask > 0])
+        rows = network([one[:, None] for one in x], 1 - t, texts, return_dict=False)[0]
+        return -torch.stack([one[:, 0] for one in rows])
+    if isinstance(network, Lumina2Transformer2DModel):
+        text, mask = given["encoder_hidden_states"], given["encoder_attention_mask"].long()
+        return -network(x, 1 - t, text, mask, return_dict=False)[0]
     height, width = x.shape[-2:]
     inputs: dict[str, Tensor] = {}
     for name, one in given.items():

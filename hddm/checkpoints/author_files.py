@@ -3,10 +3,12 @@
     NAME                    the network alone, as its authors publish it
     model.diffusion_model.  before the network's names, in whole files and in those of ComfyUI
     first_stage_model.      the VAE, under the names of latent diffusion; in ComfyUI's files also vae.
-    text_encoders.          text encoders, which are left out: their vocabulary is in no file
+    text_encoders.          text encoders, in ComfyUI's names, which hddm does not read; some files have a
+                            vocabulary there too (spiece_model)
 
 Names and layers are those of the family, which LoRA files of other tools use too. The class of diffusers is
-the only network here; that the names lead to what diffusers' own function makes of them is tested.
+the only network here; that the names lead to what diffusers' own function makes of them is tested. Trainers
+also write one file in the names of that class; the shapes in it say under its authors' names what it is.
 """
 
 import functools
@@ -15,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.layouts import FileLayout
 from hddm.checkpoints.ldm_parts import VAE, vae_part
 from hddm.checkpoints.source_names import SourceNames, kept_metadata
-from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Pair, same
+from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Pair, Weights, same
 from hddm.networks.families import families
 from hddm.networks.families.family import Family, ForeignLayer, SingleFile
 from hddm.networks.file_text import FileText
@@ -34,6 +37,7 @@ from hddm.utils.errors import HddmError, UsageError, shown
 _ROOTS = ("model.diffusion_model.", "diffusion_model.", "model.", "")
 _VAES = ("first_stage_model.", "vae.")
 _TEXTS = "text_encoders."
+_VOCABULARY = "spiece_model"
 _LEAVES = ("weight", "bias")
 
 
@@ -55,17 +59,92 @@ def _layout_of(family: Family, file: SingleFile) -> FileLayout:
         table=functools.partial(_table, family),
         forward=None,
         declared=lambda weights, arguments, reading, origin: _declared(family, file, arguments),
-        scheduler=None,
+        scheduler=family.file_scheduler,
     )
+
+
+def _named_as_here(layout: FileLayout) -> FileLayout | None:
+    """``layout`` in files with the names of the network itself; None where its markers have none."""
+    family, markers = layout.family, list[str]()
+    config = _of_depth(family, 1)
+    layers, tensors = family.foreign_layers(config), family.foreign_tensors(config)
+    for marker in layout.markers:
+        layer, _, leaf = marker.rpartition(".")
+        if marker in tensors:
+            markers.append(tensors[marker])
+        elif layer in layers:
+            markers += [f"{own}.{leaf}" for own in layers[layer].layers]
+        else:
+            return None
+    note = (
+        f"its tensors have diffusers' names; `to_layout` {layout.name} writes those of its authors"
+    )
+
+    def declared(
+        weights: Weights, arguments: Mapping[str, Any], reading: Reading, origin: str
+    ) -> Declared:
+        found = layout.declared(weights, arguments, reading, origin)
+        return replace(found, notes=(*found.notes, note))
+
+    return replace(
+        layout,
+        markers=tuple(markers),
+        arguments=lambda weights, reading, origin: layout.arguments(
+            _as_authors_have(weights, family), reading, origin
+        ),
+        table=lambda network, arguments, origin: KeyTable([same(name, name) for name in network]),
+        declared=declared,
+    )
+
+
+def _of_depth(family: Family, depth: int) -> dict[str, int]:
+    """What `Family.foreign_layers` reads of a config, for ``depth`` blocks of each kind."""
+    config = dict[str, int]()
+    for keys in family.depths:
+        config |= dict.fromkeys(keys, depth)
+    return config
+
+
+def _as_authors_have(weights: Weights, family: Family) -> dict[str, Tensor]:
+    """The network's own ``weights`` under its authors' names: their shapes, without content."""
+    depth = 0
+    for name in weights:
+        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+        depth = max([depth, *(number + 1 for number in numbers)])
+    # A file has a tensor for each block; one with a larger number is left over in the end.
+    config = _of_depth(family, min(depth, len(weights)))
+    found = dict[str, Tensor]()
+    for foreign, layer in family.foreign_layers(config).items():
+        for leaf in _LEAVES:
+            own = [weights.get(f"{name}.{leaf}") for name in layer.layers]
+            parts = [tensor for tensor in own if tensor is not None and tensor.ndim]
+            if len(parts) == len(own):
+                rows = sum(tensor.shape[0] for tensor in parts)
+                found[f"{foreign}.{leaf}"] = torch.empty(rows, *parts[0].shape[1:], device="meta")
+    for foreign, name in family.foreign_tensors(config).items():
+        if name in weights:
+            found[foreign] = torch.empty_like(weights[name], device="meta")
+    return found
 
 
 def recognised(names: Collection[str]) -> tuple[FileLayout, str] | None:
     """The layout of a file with tensors of these ``names``, and its network's root; None for others."""
+    layouts = list(author_layouts().values())
     for layout in author_layouts().values():
+        if (own := _named_as_here(layout)) is not None:
+            layouts.append(own)
+    for layout in layouts:
         for root in _ROOTS:
             if all(f"{root}{marker}" in names for marker in layout.markers):
                 return layout, root
     return None
+
+
+def unread_in(names: Collection[str]) -> list[str]:
+    """Those of a file's ``names`` that belong to text encoders which are left out."""
+    if recognised(names) is None:
+        return []
+    return [name for name in names if name.startswith(_TEXTS)]
 
 
 def open_author_file(
@@ -100,8 +179,9 @@ def open_author_file(
     if reading.sample_size is None:
         side = file.sample_size
         notes.append(f"samples of side {side} are assumed; `sample_size` changes that")
-    if texts:
-        left = f"text encoders ({_encoders(texts)}) are left out"
+    unread = _left_out(texts, layout)
+    if unread is not None:
+        left = f"text encoders ({unread.kind}) are left out, as {unread.reason}"
         notes.append(f"its {left}; assemble the expert with those of a folder")
     metadata, too_large = kept_metadata(header.metadata, origin)
     notes += too_large
@@ -119,7 +199,7 @@ def open_author_file(
         header=header,
         licence=header.licence,
         vae=vae_record_of(parts[VAE].held) if parts else None,
-        text=FileText(path, left_out=_left_out(texts, layout)),
+        text=FileText(path, left_out=unread),
         components={name: part.held for name, part in parts.items()},
         names=SourceNames(
             parts={name: part.table.name_pairs for name, part in parts.items()},
@@ -138,17 +218,15 @@ def _declared(family: Family, file: SingleFile, arguments: Mapping[str, Any]) ->
     )
 
 
-def _encoders(texts: Mapping[str, Tensor]) -> str:
-    """Names of the text encoders in a file."""
-    return ", ".join(sorted({name.partition(".")[0] for name in texts}))
-
-
 def _left_out(texts: Mapping[str, Tensor], layout: FileLayout) -> UnreadTextEncoder | None:
     """What is recorded of the text encoders in a file; None without any."""
     if not texts:
         return None
-    reason = f"in a single file of {layout.name}, which holds no vocabulary"
-    return UnreadTextEncoder(kind=_encoders(texts), reason=reason)
+    kinds = {name.partition(".")[0] for name in texts if "." in name}
+    reason = f"hddm does not read those in single files of {layout.name}"
+    if any(name.rpartition(".")[2] == _VOCABULARY for name in texts):
+        reason += f", nor the vocabulary beside them ({_VOCABULARY})"
+    return UnreadTextEncoder(kind=", ".join(sorted(kinds)) or "unnamed", reason=reason)
 
 
 def _table(

@@ -50,7 +50,8 @@ class FileLayout:
         forward: the layout's own network over its own names, for the check of a conversion; None where that
             is the class itself.
         declared: from the file's tensors, the arguments, the user's options and the origin for errors.
-        scheduler: training schedule fixed by the layout's code, as a diffusers config; None if it fixes none.
+        scheduler: training schedule that the layout's code fixes for a network of these arguments, as a
+            diffusers config; None if it fixes none.
         nulls: foreign tensors that stand for no condition, by condition.
     """
 
@@ -61,7 +62,7 @@ class FileLayout:
     table: Callable[[Weights, Mapping[str, Any], str], KeyTable]
     forward: Callable[[Weights, Mapping[str, Any]], Forward] | None
     declared: Callable[[Weights, Mapping[str, Any], Reading, str], Declared]
-    scheduler: Mapping[str, Any] | None
+    scheduler: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None
     nulls: Mapping[str, str] = field(default_factory=dict)
 
     def forward_over(
@@ -385,7 +386,7 @@ FACEBOOK_DIT = FileLayout(
     table=_dit_table,
     forward=_dit_forward,
     declared=lambda *_: Declared(latent_scale=STABLE_DIFFUSION_SCALE, notes=(_SIT,)),
-    scheduler=LINEAR_BETAS,
+    scheduler=lambda _: LINEAR_BETAS,
 )
 PIXART_ORIGINAL = FileLayout(
     name="pixart-original",
@@ -395,6 +396,6 @@ PIXART_ORIGINAL = FileLayout(
     table=_pixart_table,
     forward=_pixart_forward,
     declared=_pixart_declared,
-    scheduler=LINEAR_BETAS,
+    scheduler=lambda _: LINEAR_BETAS,
     nulls={TEXT: NULL_TEXT},
 )

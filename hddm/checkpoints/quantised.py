@@ -15,7 +15,7 @@ of the original single files, and keeps the shape of reshaped ones as ``comfy.gg
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,25 @@ class Dequantised:
     notes: tuple[str, ...] = ()
 
 
-def read_dequantised(path: Path, allow_pickle: bool) -> Dequantised:
-    """The content of a weights file; sets of weights nested in a pickle stay as they are."""
+def read_dequantised(
+    path: Path, allow_pickle: bool, unread: Callable[[Collection[str]], Collection[str]]
+) -> Dequantised:
+    """The content of a weights file; sets of weights nested in a pickle stay as they are.
+
+    ``unread`` says which of these names nobody reads: their tensors stay as they are too, whatever they hold.
+    """
     if file_kind(path) == "gguf":
         return read_gguf(path)
     content = read_file(path, allow_pickle)
     tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in content.items() if name not in tensors}
-    found = dequantised(tensors, path)
+    left = set(unread(tensors))
+    read, others = dict[str, Tensor](), dict[str, Any]()
+    for name, value in content.items():
+        if name in tensors and name not in left:
+            read[name] = value
+        else:
+            others[name] = value
+    found = dequantised(read, path)
     return Dequantised({**found.content, **others}, found.notes)
 
 

@@ -8,7 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from hddm.checkpoints import ldm, ldm_conventions
-from hddm.checkpoints.author_files import author_layouts, open_author_file, recognised
+from hddm.checkpoints.author_files import (
+    author_layouts,
+    open_author_file,
+    recognised,
+    unread_in,
+)
 from hddm.checkpoints.headers import read_headers, without_hashes
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
@@ -49,7 +54,7 @@ def file_layouts() -> dict[str, FileLayout]:
 
 def open_file(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint in one file; refuses an unknown layout."""
-    stored = read_dequantised(path, reading.allow_pickle)
+    stored = read_dequantised(path, reading.allow_pickle, unread_in)
     content = stored.content
     if is_lora(content):
         text = "is a LoRA, which changes another network; pass that network's expert as `base`"
@@ -80,7 +85,10 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     if layout.scheduler is not None:
         origin = f"the code of layout {layout.name}"
         declared = replace(
-            declared, scheduler=layout.scheduler, scheduler_origin=origin, is_layout_rule=True
+            declared,
+            scheduler=layout.scheduler(arguments),
+            scheduler_origin=origin,
+            is_layout_rule=True,
         )
     return Checkpoint(
         path=path,

@@ -36,12 +36,15 @@ from hddm.networks.prompts import (
     zeros_in,
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
-from hddm.predictions import to_edm
+from hddm.predictions import PredictionType, to_edm
 from hddm.schedules import (
     EDM_FAMILY,
     FLOW_MATCH_FAMILY,
+    DiscreteSchedule,
     EDMSchedule,
     LinearSchedule,
+    Schedule,
+    flow_steps,
     from_config,
     from_diffusers,
 )
@@ -89,7 +92,7 @@ def write_back(
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
-    lines = _notes(folder, record, layout)
+    lines = _notes(source, record, layout)
     if dry_run:
         return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
@@ -105,15 +108,24 @@ def write_back(
     ]
 
 
-def _notes(folder: Path, record: ExpertRecord, layout: str) -> list[str]:
+def _notes(source: Checkpoint, record: ExpertRecord, layout: str) -> list[str]:
     """Lines on what the expert has and a file of this layout has no place for."""
     lines = []
-    own = [name for name in _OWN if (folder / name).is_file()]
+    own = [name for name in _OWN if (source.path / name).is_file()]
     if own:
         lines.append(f"note: layout {layout} has no place for {', '.join(own)} of the expert")
     if not record.units.is_common:
         units = f"{record.data_scale:g} times its samples, plus {record.data_shift or 0}"
         lines.append(f"note: layout {layout} does not say that the expert's own data are {units}")
+    file = file_layouts().get(layout)
+    if file is not None and file.scheduler is not None:
+        fixed = file.scheduler(source.arguments)
+        shift = fixed.get("shift", 1.0)
+        if not fixed.get("use_dynamic_shifting") and shift != record.shift:
+            lines.append(
+                f"note: layout {layout} means steps with a shift of {shift:g}, and the expert wants "
+                f"{record.shift:g}; state it where the file is used"
+            )
     return lines
 
 
@@ -143,20 +155,59 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str, family
     chain = record.source
     if layout not in file_layouts() or (chain is not None and chain.first.layout == layout):
         return
-    scheduler, own = file_layouts()[layout].scheduler, from_config(record.schedule)
-    is_rule = scheduler is not None and record.prediction_type == scheduler["prediction_type"]
-    if is_rule and scheduler is not None:
-        rule = from_diffusers(scheduler)
-        times = torch.linspace(rule.start, rule.end, 5, dtype=torch.float64)
-        is_rule = (own.start, own.end) == (rule.start, rule.end) and torch.equal(
-            own.log_snr(times), rule.log_snr(times)
-        )
-    if scheduler is None or not is_rule:
-        meaning = "its own schedule" if scheduler is None else "noise prediction with linear betas"
+    own = _meaning(record.prediction_type.value, from_config(record.schedule), record.time_scale)
+    scheduler = file_layouts()[layout].scheduler
+    if scheduler is None:
         raise HddmError(
-            f"`to_layout` {layout}: means {meaning}, and {source.path}, which does not come from it, has "
-            f"{record.prediction_type.value} on another schedule"
+            f"`to_layout` {layout}: each of its files has a convention of its own, and {source.path} comes "
+            f"from none; it has {own}"
         )
+    if differences := _differences(record, family, scheduler(source.arguments)):
+        theirs = ", ".join(differences)
+        ours = ", ".join(differences.values())
+        raise HddmError(
+            f"`to_layout` {layout}: means {theirs}, and {source.path}, which does not come from it, has "
+            f"{ours}"
+        )
+
+
+def _differences(
+    record: ExpertRecord, family: Family, scheduler: Mapping[str, Any]
+) -> dict[str, str]:
+    """What a layout means that fixes ``scheduler``, and what the expert has in its place, in words."""
+    rule, own = from_diffusers(scheduler), from_config(record.schedule)
+    kind, scale = scheduler.get("prediction_type"), 1.0
+    if isinstance(rule, LinearSchedule):
+        kind, scale = (
+            PredictionType.FLOW_PREDICTION.value,
+            flow_steps(scheduler, "") / family.time_factor,
+        )
+    times = torch.linspace(rule.start, rule.end, 5, dtype=torch.float64)
+    is_same = (own.start, own.end) == (rule.start, rule.end) and torch.equal(
+        own.log_snr(times), rule.log_snr(times)
+    )
+    found = {}
+    if not is_same or (record.prediction_type.value, record.time_scale) != (kind, scale):
+        theirs = _meaning(str(kind), rule, scale)
+        found[theirs] = _meaning(record.prediction_type.value, own, record.time_scale)
+    file = family.single_file
+    if file is None:
+        return found
+    if record.latent_scale not in (None, file.scale):
+        found[f"latents times {file.scale:g}"] = f"latents times {record.latent_scale:g}"
+    if record.vae is not None and record.vae.shift != file.shift:
+        found[f"latents shifted by {file.shift:g}"] = f"latents shifted by {record.vae.shift:g}"
+    return found
+
+
+def _meaning(prediction: str, schedule: Schedule, time_scale: float) -> str:
+    """What a network predicts, and on which schedule, in words."""
+    words = type(schedule).__name__
+    if isinstance(schedule, LinearSchedule):
+        words = f"the straight path, with times up to {time_scale:g}"
+    elif isinstance(schedule, DiscreteSchedule):
+        words = repr(schedule).strip("<>")
+    return f"{prediction} on {words}"
 
 
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> list[str]:

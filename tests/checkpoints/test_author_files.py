@@ -26,12 +26,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm as library
+from hddm.checkpoints import quantised
 from hddm.checkpoints.author_files import author_layouts
 from hddm.checkpoints.sources import KeyTable
 from hddm.networks.components import read_config
 from hddm.networks.families import known_family
-from tests.artefacts import Command
+from hddm.schedules import CosineSchedule
+from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import converted, randomised, record_of, refused, written_back
+from tests.flow_models import flow_pipeline, velocity_by_hand
 from tests.ldm_files import ldm_vae
 
 SIDE = 8
@@ -140,6 +143,21 @@ def _file(network: ModelMixin, root: str) -> dict[str, Tensor]:
     return {f"{root}{one.name}": one.read().contiguous() for one in planned}
 
 
+def _inputs(network: ModelMixin) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """States, their times, and conditions that the network takes."""
+    noise = torch.Generator().manual_seed(0)
+    given = {"encoder_hidden_states": torch.randn(2, 5, 24, generator=noise)}
+    if isinstance(
+        network, ChromaTransformer2DModel | ZImageTransformer2DModel | Lumina2Transformer2DModel
+    ):
+        given["encoder_attention_mask"] = (torch.arange(5) < 3).float().expand(2, 5)
+    else:
+        given["pooled_projections"] = torch.randn(2, 40, generator=noise)
+    if network.config.get("guidance_embeds"):
+        given["guidance"] = torch.full((2,), 2.0)
+    return torch.randn(2, 16, SIDE, SIDE, generator=noise), torch.tensor([0.3, 0.8]), given
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_lead_to_what_diffusers_own_function_makes_of_them(kind: str) -> None:
     """Each row of a tensor has a number of its own; halves, parts and swaps show in their order."""
@@ -216,20 +234,9 @@ def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     for name, value in sizes.items():
         assert config[name] == (list(value) if isinstance(value, tuple) else value), name
     field = library.load(tmp_path / "expert")
-    family = known_family(network)
-    noise = torch.Generator().manual_seed(0)
-    given = {"encoder_hidden_states": torch.randn(2, 5, 24, generator=noise)}
-    if layout in ("chroma", "z-image", "lumina2"):
-        given["encoder_attention_mask"] = (torch.arange(5) < 3).float().expand(2, 5)
-    else:
-        given["pooled_projections"] = torch.randn(2, 40, generator=noise)
-    if config.get("guidance_embeds"):
-        given["guidance"] = torch.full((2,), 2.0)
-    x, t = torch.randn(2, 16, SIDE, SIDE, generator=noise), torch.tensor([0.3, 0.8])
-    with torch.no_grad():
-        expected = family.call(network, x, t * 1000 / family.time_factor, given)
-    velocity = field.velocity(x, t, **given)
-    torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-4)
+    x, t, given = _inputs(network)
+    expected = velocity_by_hand(network, x, t, given)
+    torch.testing.assert_close(field.velocity(x, t, **given), expected, rtol=1e-4, atol=1e-4)
 
     back = written_back(hddm, tmp_path / "expert", tmp_path / "back", layout)
     again = load_file(back / "checkpoint.safetensors")
@@ -283,3 +290,175 @@ def test_diffusers_reads_other_files_than_these_too() -> None:
         (SD3Transformer2DModel, convert_sd3_transformer_checkpoint_to_diffusers),
     ):
         assert loaders[network_class.__name__]["checkpoint_mapping_fn"] is function
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["float8", "int8", "nvfp4"])
+def test_text_encoders_that_are_left_out_are_left_as_they_are(
+    kind: str, hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network and the VAE beside them are read as the numbers that they stand for."""
+    content = _file(randomised(Lumina2Transformer2DModel(**LUMINA2)), "model.diffusion_model.")
+    layer = "model.diffusion_model.layers.0.feed_forward.w1"
+    vae = "vae.decoder.conv_in"
+    content |= {
+        name.replace("first_stage_model.", "vae."): one for name, one in ldm_vae(_vae()).items()
+    }
+    for name in (layer, vae):
+        content[f"{name}.weight"] = content[f"{name}.weight"].to(torch.float8_e4m3fn)
+        content[f"{name}.scale_weight"] = torch.full((), 2.0)
+    text = "text_encoders.gemma2_2b.transformer.model.layers.0.mlp.up_proj"
+    stored = {
+        "float8": {
+            "weight": torch.zeros(8, 8).to(torch.float8_e4m3fn),
+            "scale_weight": torch.ones(()),
+        },
+        "int8": {
+            "weight": torch.zeros(8, 8, dtype=torch.int8),
+            "weight_scale": torch.ones(8, 1),
+            "comfy_quant": _bytes(b'{"format": "int8_tensorwise"}'),
+        },
+        "nvfp4": {
+            "weight": torch.zeros(8, 4, dtype=torch.uint8),
+            "weight_scale": torch.ones(128, 4).to(torch.float8_e4m3fn),
+            "weight_scale_2": torch.ones(()),
+            "comfy_quant": _bytes(b'{"format": "nvfp4"}'),
+        },
+    }[kind]
+    for leaf, tensor in stored.items():
+        content[f"{text}.{leaf}"] = tensor
+    content["text_encoders.gemma2_2b.spiece_model"] = _bytes(b"words")
+    save_file(content, tmp_path / "model.safetensors")
+    scaled, own = list[str](), quantised._scaled
+
+    def count(weight: Tensor, scale: Tensor, name: str, path: Path) -> Tensor:
+        scaled.append(name)
+        return own(weight, scale, name, path)
+
+    monkeypatch.setattr(quantised, "_scaled", count)
+    source = tmp_path / "model.safetensors"
+    said = converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    assert sorted(set(scaled)) == [f"{layer}.weight", f"{vae}.weight"]
+    assert "2 tensors in float8 with a scale each are read in float32" in said
+    left = (
+        "its text encoders (gemma2_2b) are left out, as hddm does not read those in single files of"
+    )
+    assert f"{left} lumina2, nor the vocabulary beside them (spiece_model)" in said
+    unread = record_of(tmp_path / "expert")["unread_text_encoder"]
+    assert unread["kind"] == "gemma2_2b"
+    assert "nor the vocabulary" in unread["reason"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_of_a_folder_goes_to_a_single_file_that_means_the_same(
+    kind: str, hddm: Command, tmp_path: Path
+) -> None:
+    network_class, sizes = KINDS[kind]
+    if known_family(network_class).states_size:
+        sizes = sizes | {"sample_size": SIDE}
+    network, layout = randomised(network_class(**sizes)), _layout(kind)
+    scheduler = dict(known_family(network).file_scheduler(network.config))
+    del scheduler["_class_name"]
+    source = flow_pipeline(tmp_path / "source", network, **scheduler)
+    side = ("--sample-size", SIDE)
+    converted(hddm, source, tmp_path / "expert", *side)
+    file = written_back(hddm, tmp_path / "expert", tmp_path / "back", layout)
+    converted(hddm, file / "checkpoint.safetensors", tmp_path / "again", *side)
+    first, again = record_of(tmp_path / "expert"), record_of(tmp_path / "again")
+    for key in ("prediction_type", "schedule", "time_scale", "sample_shape", "shift", "conditions"):
+        assert again[key] == first[key], key
+    weights = "diffusion_pytorch_model.safetensors"
+    expected = load_file(tmp_path / "expert" / weights)
+    found = load_file(tmp_path / "again" / weights)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    x, t, given = _inputs(network)
+    velocities = []
+    for name in ("expert", "again"):
+        velocities.append(library.load(tmp_path / name).velocity(x, t, **given))
+    assert torch.equal(*velocities)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"schedule": CosineSchedule().config, "prediction_type": "v_prediction"},
+            "means flow_prediction on the straight path, with times up to 1, and",
+        ),
+        ({"time_scale": 0.5}, "has flow_prediction on the straight path, with times up to 0.5"),
+        ({"latent_scale": 0.18215}, "means latents times 0.3611, and"),
+    ],
+)
+def test_what_a_single_file_would_say_otherwise_is_named(
+    changes: dict[str, Any], said: str, hddm: Command, tmp_path: Path
+) -> None:
+    network = randomised(ZImageTransformer2DModel(**Z_IMAGE))
+    source = flow_pipeline(tmp_path / "source", network, shift=3.0)
+    expert = tmp_path / "expert"
+    converted(hddm, source, expert, "--sample-size", SIDE)
+    edit_json(expert / "expert.json", **changes)
+    error = refused(hddm, expert, "--to-layout", "z-image")
+    assert said in error
+    if "schedule" in changes:
+        assert "has v_prediction on CosineSchedule" in error
+
+
+def test_another_shift_is_noted(hddm: Command, tmp_path: Path) -> None:
+    network = randomised(ZImageTransformer2DModel(**Z_IMAGE))
+    source = flow_pipeline(tmp_path / "source", network, shift=6.0)
+    converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    told = ("convert", tmp_path / "expert", "--out", tmp_path / "back", "--to-layout", "z-image")
+    assert "means steps with a shift of 3, and the expert wants 6" in hddm(*told)[1]
+
+
+@pytest.mark.parametrize("root", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_file_in_the_networks_own_names_is_the_network(
+    kind: str, root: str, hddm: Command, tmp_path: Path
+) -> None:
+    network_class, sizes = KINDS[kind]
+    network = randomised(network_class(**sizes))
+    content = {}
+    for name, tensor in network.state_dict().items():
+        content[f"{root}{name}"] = tensor.contiguous()
+    source = tmp_path / "model.safetensors"
+    save_file(content, source)
+    said = converted(hddm, source, tmp_path / "expert", "--sample-size", SIDE)
+    assert "its tensors have diffusers' names" in said
+    record, config = record_of(tmp_path / "expert"), read_config(tmp_path / "expert")
+    assert record["source"]["layout"] == _layout(kind)
+    for name, value in sizes.items():
+        assert config[name] == (list(value) if isinstance(value, tuple) else value), name
+    found = load_file(tmp_path / "expert" / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == network.state_dict().keys()
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    if root:
+        return
+    back = written_back(hddm, tmp_path / "expert", tmp_path / "back", _layout(kind))
+    again = load_file(back / "checkpoint.safetensors")
+    expected = _file(network, root)
+    assert again.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layers.999999999.attention.to_q.weight", "left over layers.999999999.attention"),
+        ("more.weight", "left over more.weight"),
+    ],
+)
+def test_a_file_in_the_networks_own_names_that_is_not_whole_is_refused(
+    name: str, said: str, hddm: Command, tmp_path: Path
+) -> None:
+    network = randomised(ZImageTransformer2DModel(**Z_IMAGE))
+    save_file(dict(network.state_dict()) | {name: torch.zeros(2, 2)}, tmp_path / "a.safetensors")
+    assert said in refused(hddm, tmp_path / "a.safetensors", "--sample-size", SIDE)

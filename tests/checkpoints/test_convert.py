@@ -251,7 +251,7 @@ def test_a_checkpoint_for_a_part_of_t_is_said_to_be_one(hddm: Command, tmp_path:
 
 
 def test_weights_go_back_only_where_they_mean_the_same(hddm: Command, tmp_path: Path) -> None:
-    rule = "means noise prediction with linear betas"
+    rule = "means epsilon on DiscreteSchedule of 1000 linear betas"
     for name, changes, said in (
         ("schedule", {"schedule": CosineSchedule()}, rule),
         ("prediction", {"kind": "v_prediction"}, rule),

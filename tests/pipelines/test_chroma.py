@@ -275,3 +275,20 @@ def test_opening_one_warns_of_nothing_that_its_user_can_change(expert: Path) -> 
     code = f"import hddm; hddm.load({str(expert)!r})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "FluxPosEmbed" not in found.stderr
+
+
+@pytest.mark.integration
+def test_a_program_keeps_its_filters_of_warnings() -> None:
+    """Whatever diffusers adds by itself comes first."""
+    code = """
+import warnings
+import diffusers
+from diffusers import ChromaTransformer2DModel
+before = list(warnings.filters)
+import hddm
+from hddm.networks.families import families
+kind = families()["ChromaTransformer2DModel"].network
+kind(num_layers=0, num_single_layers=0, attention_head_dim=16, axes_dims_rope=(4, 6, 6))
+assert warnings.filters == before, set(warnings.filters) - set(before)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,6 +8,7 @@ which attention adds: a pair of tokens of the text or the picture gets 1 more th
 is kept, as pictures differ without it. A mask of booleans is passed as such, and hides padding.
 """
 
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -29,9 +30,6 @@ from hddm.networks.families.family import (
 from hddm.networks.families.flux import Flux
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import count_blocks, shape_of
-
-# diffusers' class imports another one by its former place, and warns its users of that.
-warnings.filterwarnings("ignore", message=".*`FluxPosEmbed`", category=FutureWarning)
 
 _SMALL = "distilled_guidance_layer"
 """The network of the modulations; diffusers and the authors' code call it alike."""
@@ -58,6 +56,10 @@ class Chroma(Flux):
         sample_size=128,
     )
     settings = ()
+
+    @property
+    def network(self) -> type[ModelMixin]:
+        return _without_warning(super().network)
 
     def conditions(self, config: Config) -> Taken:
         super().conditions(config)
@@ -119,6 +121,22 @@ class Chroma(Flux):
             "approximator_hidden_dim": hidden,
             "approximator_layers": count_blocks(weights, f"{_SMALL}.layers"),
         }
+
+
+@functools.cache
+def _without_warning(kind: type[ModelMixin]) -> type[ModelMixin]:
+    """The class of diffusers, whose constructor names another one by its former place and warns of that.
+
+    Users cannot change it. All else is as in ``kind``, also its name and module.
+    """
+
+    @functools.wraps(kind.__init__)
+    def build(self: ModelMixin, *values: Any, **arguments: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*`FluxPosEmbed`", FutureWarning)
+            kind.__init__(self, *values, **arguments)
+
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
 
 CHROMA = Chroma()
