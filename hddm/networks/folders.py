@@ -93,14 +93,15 @@ def empty_network(
     for key, value in arguments.items():
         if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
             raise HddmError(f"{origin}: {key} has {len(value)} entries, of {_MOST_LAYERS} at most")
+    family = family_of(kind)
     try:
         with torch.device("meta"):
-            network: Network = kind(**arguments)
+            made: Any = kind(**arguments) if family is None else family.build(arguments)
+            network: Network = made
     except Exception as error:  # a constructor may raise anything for foreign values
         raise HddmError(
             f"{origin}: no network can be built from it ({one_line(error, 300)})"
         ) from error
-    family = family_of(kind)
     if family is not None:
         family.complete(network)
     computed = family.computed if family else ()

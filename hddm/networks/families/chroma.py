@@ -8,8 +8,6 @@ which attention adds: a pair of tokens of the text or the picture gets 1 more th
 is kept, as pictures differ without it. A mask of booleans is passed as such, and hides padding.
 """
 
-import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,10 +55,6 @@ class Chroma(Flux):
     )
     settings = ()
 
-    @property
-    def network(self) -> type[ModelMixin]:
-        return _without_warning(super().network)
-
     def conditions(self, config: Config) -> Taken:
         super().conditions(config)
         width = count(config, "approximator_num_channels")
@@ -74,7 +68,7 @@ class Chroma(Flux):
     def buffer(self, name: str, arguments: Config) -> Tensor:
         # It has a row for each modulation of each layer, so a network without layers has another one.
         with torch.device("meta"):
-            network = self.network(**arguments)
+            network = self.build(arguments)
         embedding: Any = network.time_text_embed
         channels = network.config["approximator_num_channels"] // 4
         found: Tensor = type(embedding)(channels, len(embedding.mod_proj)).mod_proj
@@ -121,22 +115,6 @@ class Chroma(Flux):
             "approximator_hidden_dim": hidden,
             "approximator_layers": count_blocks(weights, f"{_SMALL}.layers"),
         }
-
-
-@functools.cache
-def _without_warning(kind: type[ModelMixin]) -> type[ModelMixin]:
-    """The class of diffusers, whose constructor names another one by its former place and warns of that.
-
-    Users cannot change it. All else is as in ``kind``, also its name and module.
-    """
-
-    @functools.wraps(kind.__init__)
-    def build(self: ModelMixin, *values: Any, **arguments: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*`FluxPosEmbed`", FutureWarning)
-            kind.__init__(self, *values, **arguments)
-
-    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
 
 CHROMA = Chroma()

@@ -5,6 +5,7 @@ a method here; code outside of this folder names no class of networks.
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -271,6 +272,12 @@ class Family:
         kind: type[ModelMixin] = getattr(diffusers, self.name)
         return kind
 
+    def build(self, arguments: Config) -> ModelMixin:
+        """The network with these arguments, without diffusers' warnings of its own classes to each other."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return self.network(**arguments)
+
     @property
     def library(self) -> str:
         """The package that has the class, as the index of a pipeline names it."""
@@ -411,7 +418,7 @@ class Family:
     def buffer(self, name: str, arguments: Config) -> Tensor:
         """The buffer ``name``, one of `computed`, of a network with these arguments."""
         none = dict.fromkeys(self.depths[0], 0) if self.depths else {}
-        found: Tensor = self.network(**{**arguments, **none}).get_buffer(name)
+        found: Tensor = self.build({**arguments, **none}).get_buffer(name)
         return found
 
     def complete(self, network: ModelMixin) -> None:
