@@ -130,7 +130,7 @@ def refuse_unrouted(strategy: str, is_resized: bool = False) -> None:
     """
     if strategy == "draw":
         return
-    why = "(hddm assemble --router moments)"
+    why = "(hddm assemble --router moments of shards, or --router reliability without them)"
     if is_resized:
         why = "and this one sees samples of its own size alone"
     raise HddmError(f"strategy {strategy!r} needs a router {why}; 'draw' does not")

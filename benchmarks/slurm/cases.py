@@ -160,6 +160,8 @@ def out_of_time(case: Case) -> None:
     case.finish()
     for task in case.tasks:
         case.check("exit code 138" in case.log(task), f"{task}: was not stopped by SIGUSR1")
+        # A task that requeues all of the array would interrupt others while they save.
+        case.check(case.cluster.restarts(task) == 1, f"{task}: was requeued more than once")
     _check_ensemble(case, ensemble)
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from hddm.utils.errors import HddmError
@@ -146,9 +147,17 @@ class Slurm:
         return int(self.show(job).get("Restarts", "0"))
 
     def release(self, job: str) -> None:
-        """Start a requeued job at once, for which Slurm waits two minutes; give it an hour."""
-        if self.show(job).get("Reason") == "BeginTime":
-            self.update(job, "StartTime=now", "TimeLimit=60")
+        """Start a requeued job soon, for which Slurm waits two minutes; give it an hour.
+
+        Not at once: a node refuses a job whose former life ended in the same second.
+        """
+        found = self.show(job)
+        # The time is unknown for a moment.
+        if found.get("Reason") != "BeginTime" or found["StartTime"] == "Unknown":
+            return
+        wait = datetime.fromisoformat(found["StartTime"]) - datetime.now()
+        if wait > timedelta(seconds=5):
+            self.update(job, "StartTime=now+3", "TimeLimit=60")
 
     def update(self, job: str, *values: str) -> None:
         self.said("scontrol", "update", f"jobid={job}", *values)

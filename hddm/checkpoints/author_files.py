@@ -127,13 +127,20 @@ def _as_authors_have(weights: Weights, family: Family) -> dict[str, Tensor]:
     return found
 
 
-def recognised(names: Collection[str]) -> tuple[FileLayout, str] | None:
-    """The layout of a file with tensors of these ``names``, and its network's root; None for others."""
+@functools.cache
+def _known_layouts() -> tuple[FileLayout, ...]:
+    """Layouts in the names of authors, then the same in the networks' own names."""
     layouts = list(author_layouts().values())
     for layout in author_layouts().values():
-        if (own := _named_as_here(layout)) is not None:
+        own = _named_as_here(layout)
+        if own is not None:
             layouts.append(own)
-    for layout in layouts:
+    return tuple(layouts)
+
+
+def recognised(names: Collection[str]) -> tuple[FileLayout, str] | None:
+    """The layout of a file with tensors of these ``names``, and its network's root; None for others."""
+    for layout in _known_layouts():
         for root in _ROOTS:
             if all(f"{root}{marker}" in names for marker in layout.markers):
                 return layout, root

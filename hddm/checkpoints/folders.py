@@ -27,9 +27,16 @@ from hddm.experts.expert import without_adapter
 from hddm.experts.lora import open_adapted
 from hddm.experts.record_folders import read_nulls
 from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, remedy
-from hddm.networks.components import STEM, read_config, read_file, read_index, weights_of_variant
+from hddm.networks.components import (
+    STEM,
+    class_in,
+    read_config,
+    read_file,
+    read_index,
+    weights_of_variant,
+)
 from hddm.networks.encoders import VAES as VAE_KINDS
-from hddm.networks.families import Family, known_family, layouts, pipeline_networks
+from hddm.networks.families import Family, known_family, layouts, pipeline_networks, pipelines
 from hddm.networks.families.installed import may_be_added
 from hddm.networks.folders import (
     empty_network,
@@ -159,6 +166,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     family = known_family(kind)
     with errors_as(HddmError, str(path)):
         family.refuse(arguments)
+    _refuse_other_pipeline(above, family)
     side, stated = reading.sample_size, arguments.get("sample_size")
     if family.states_size and side is not None and stated != [side, side]:
         if stated not in (None, side):
@@ -174,6 +182,11 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     names_vae = any(_is_there(index.get(one)) for one in VAES)
     scale, is_latent, notes = _latents(above, names_vae, arguments)
     place, more = _vae_folder(above), list[str]()
+    network_name: Any = index.get(folder.name)
+    if _is_known(network_name) and network_name[1] != read_config(folder).get("_class_name"):
+        more.append(
+            f"{above / MODEL_INDEX} calls it {network_name[1]}, and {path}, which is read, otherwise"
+        )
     # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
     vae = None if place is None else identify_vae(place, reading.variant)
     if isinstance(vae, UnreadVae):
@@ -212,6 +225,19 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         text=text,
         components=_components(place, vae, text),
         variant=reading.variant,
+    )
+
+
+def _refuse_other_pipeline(folder: Path, family: Family) -> None:
+    """Raise an `HddmError` for the index of a known pipeline that has another kind of network."""
+    name = class_in(folder)
+    known = pipelines().get(name or "")
+    if known is None or known in family.pipelines:
+        return
+    own = " or ".join(an(one.name) for one in family.pipelines) or "no pipeline"
+    raise HddmError(
+        f"{folder / MODEL_INDEX}: is of {an(str(name))}, and the network beside it is {an(family.name)}, "
+        f"which belongs into {own}; correct _class_name"
     )
 
 

@@ -366,7 +366,10 @@ def summary_lines(plan: ConversionPlan, out: Path) -> list[str]:
     if record.shift != 1:
         lines.append(f"shift: {record.shift:.6g}, of the time grid that samples want")
     if record.vae is not None:
-        lines.append(f"vae: {record.vae.kind}, known by its encoder {record.vae.fingerprint}")
+        vae = record.vae
+        shift = f" and shift {vae.shift:g}" if vae.shift else ""
+        units = f"scale {vae.scale:g}{shift}"
+        lines.append(f"vae: {vae.kind}, known by its encoder {vae.fingerprint}, {units}")
     elif record.space == "latents" and record.unread_vae is None:
         lines.append("vae: not recorded, since the source holds none")
     if record.text_encoder is not None:
@@ -384,11 +387,11 @@ def summary_lines(plan: ConversionPlan, out: Path) -> list[str]:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
     if plan.components:
-        makes = (
-            "so hddm sample makes pictures of it"
-            if record.vae
-            else "but no VAE to make pictures with"
-        )
+        makes = "so hddm sample makes pictures of it"
+        if not record.vae:
+            makes = "but no VAE to make pictures with"
+        elif missing:
+            makes = "so hddm sample makes pictures of it, but none of prompts"
         lines.append(f"kept: {', '.join(plan.components)}; {makes}")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")

@@ -52,7 +52,7 @@ from hddm.experts.parts import parts_of
 from hddm.experts.record_folders import open_router, read_nulls, read_router
 from hddm.experts.records import FILES, FORMAT, ROUTER_FILE, RouterRecord, foreign_files, weights_in
 from hddm.experts.shares import domains_of
-from hddm.fit import Findings, are_alike
+from hddm.fit import Findings, are_alike, compare_kinds
 from hddm.networks.programs.permission import opens_programs
 from hddm.settings import AssemblySettings, keywords
 from hddm.strategies import Strategy, refuse_unrouted
@@ -405,9 +405,13 @@ def _fitting(
         components, experts = arrange(experts, given, own, _num_kept(before), found)
         if routing.folder is not None:
             experts = _with_outputs(experts, routing.folder, found)
-        if not are_alike(candidates_of(experts)):
+        candidates = candidates_of(experts)
+        if not are_alike(candidates):
+            kinds = Findings()
+            compare_kinds(candidates, kinds)
             found.note(
-                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
+                "experts make samples of several kinds, so one is drawn per sample, and none are mixed "
+                f"({', '.join(kinds.lines)})"
             )
     if routing.evidence is not None:
         for folder in folders:

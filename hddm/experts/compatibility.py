@@ -270,5 +270,8 @@ def common_shift(experts: Sequence[Expert], found: Findings) -> float:
     if len(set(shifts)) == 1:
         return shifts[0]
     listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in experts)
-    found.note(f"experts want different shifts of the time grid, so it has 1: {listed}")
+    found.note(
+        f"experts want different shifts of the time grid, so it has 1 ({listed}); pass `shift` to hddm "
+        "sample for another one"
+    )
     return 1.0

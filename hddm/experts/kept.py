@@ -51,8 +51,8 @@ def put_component(
 ) -> ClassName:
     """Put a component into ``draft / name``, by hard links where possible; its library and class.
 
-    Its weights (`hddm.networks.vae.find_weights`), configs and licence: no pickle, no second copy of the
-    weights. ``words`` is the class of a tokenizer that a pipeline needs. Raises `HddmError` for missing
+    Its weights (`hddm.networks.components.find_weights`), configs and licence: no pickle, no second copy of
+    the weights. ``words`` is the class of a tokenizer that a pipeline needs. Raises `HddmError` for missing
     weights, a link that leaves ``folder``, and files that are not those of its manifest, where it has one.
     """
     if has_manifest(folder):

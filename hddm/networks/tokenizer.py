@@ -84,7 +84,7 @@ def check_tokenizer(
     if writes_chats and not has_template(folder, config):
         raise HddmError(
             f"{folder}: has no chat template, which says how prompts are written; fetch "
-            "tokenizer_config.json anew"
+            "tokenizer_config.json or chat_template.jinja anew, whichever of them has it there"
         )
     missing = [name for name in kind.files if not (folder / name).is_file()]
     has_files = kind.files and not missing
@@ -197,8 +197,9 @@ def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int,
             # The last token may be the end, which a prompt that is cut keeps.
             has_end = tokenizer.convert_ids_to_tokens(ids[-1]) in ends
             cut = tokenizer.decode(ids[length - 1 : -1] if has_end else ids[length:])
+            lost = one_line(repr(cut), 80)
             warning = (
-                f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
+                f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {lost}"
             )
             found.append((index, warning))
     return found

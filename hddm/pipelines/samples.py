@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.classes import class_indices
-from hddm.condition_names import LABELS, TEXT
+from hddm.condition_names import EMBEDDED_GUIDANCE, LABELS, TEXT
 from hddm.conditions import Conditions
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
@@ -88,6 +88,7 @@ def sample_to_folder(
     pipeline, how, settings = opened(source, settings, grid)
     run = SamplingRun(source, pipeline, settings, how)
     _say_unused(settings)
+    _say_guided_twice(pipeline, settings, run.cycles)
     settings = settings.model_copy(update=_what_runs(settings, how))
     record = record_of(source, settings, pipeline, how, run.cycles.given)
     sheet, identity = sheet_path(out), identity_of(record)
@@ -221,6 +222,24 @@ def _say_unused(settings: SampleSettings) -> None:
             text = f"the last {number - settings.num_images} of {number} make no image"
             warnings.warn(
                 f"`{name}`: {text}, as `num_images` is {settings.num_images}", stacklevel=3
+            )
+
+
+def _say_guided_twice(pipeline: HDDMPipeline, settings: SampleSettings, cycles: Conditions) -> None:
+    """Warn of experts that take the scale of their guidance as a condition, and are guided besides."""
+    guidance = settings.guidance
+    if not guidance.by_condition or EMBEDDED_GUIDANCE in cycles.given:
+        return
+    for k, expert in enumerate(pipeline.ensemble.experts):
+        own = expert.null_conditions.get(EMBEDDED_GUIDANCE)
+        if own is not None and settings.expert in (None, k):
+            name = pipeline.record.experts[k].name
+            who = f"expert {k} ({name})" if name else "the expert"
+            warnings.warn(
+                f"`guidance_scale` {guidance.scale:g}: {who} is guided already, by its "
+                f"condition {EMBEDDED_GUIDANCE} of {float(own):g}, which a file of `conditions` changes; "
+                "this guides it once more, at twice the calls",
+                stacklevel=3,
             )
 
 

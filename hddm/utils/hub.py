@@ -64,6 +64,9 @@ class HubName(NamedTuple):
             return None
         if any(part in (".", "..") for part in PurePosixPath(text).parts):
             return None
+        if not found["path"] and found["repo"].lower().endswith((_WEIGHTS, *_PICKLES, ".json")):
+            # A repository may be called so, but a mistyped path of a file is likelier by far.
+            return None
         # Of the hub's rules for names; what breaks one is a path with a mistake.
         longest = max(map(len, found["repo"].split("/")))
         if _IN_NO_NAME.search(found["repo"]) or longest > _LONGEST_NAME:

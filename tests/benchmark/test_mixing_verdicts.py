@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.mixing.__main__ import REGIMES, denoised
 from benchmarks.mixing.data import DATA
-from benchmarks.mixing.models import Models, Row
+from benchmarks.mixing.models import Models, Scored
 from benchmarks.mixing.verdicts import QUESTIONS, answers
 from hddm.objective.records import HeldOutScores
 
@@ -29,12 +29,12 @@ class Names(Models):
         return Path(name)
 
     def row(self, title, model, strategy=None):
-        return Row(HeldOutScores.model_construct(strategies=()), [])
+        return Scored(HeldOutScores.model_construct(strategies=()), [])
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_each_question_asks_about_rows_that_its_regime_has(regime, tmp_path, monkeypatch):
-    monkeypatch.setattr(Row, "__post_init__", lambda self: None)
+    monkeypatch.setattr(Scored, "__post_init__", lambda self: None)
     titles = REGIMES[regime](Names(DATA["digits"], tmp_path, 0, lambda images: 0.0), "epsilon")
     for question in QUESTIONS[regime]:
         assert {question.row, question.base} <= set(titles)

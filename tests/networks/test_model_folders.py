@@ -90,7 +90,7 @@ _NONE = "no network can be built from it"
         ({"depth": 10**9}, "its depth is"),
         (
             {"_class_name": "RouterTransformer"},
-            "holds a RouterTransformer, not an ExpertTransformer",
+            "holds a RouterTransformer, not a ",
         ),
         ({"_class_name": None}, "names no class (_class_name), of a"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm as library
@@ -15,10 +15,11 @@ from hddm.checkpoints.lora import convert_lora
 from hddm.experts.assembly import assemble
 from hddm.experts.expert_folders import open_expert
 from hddm.experts.expert_set import ExpertSet
+from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Computing
-from tests.artefacts import Command, printed
+from tests.artefacts import Command, copied, printed
 from tests.checkpoint_files import record_of
 
 _SHAPE = (2, 4, 8, 8)
@@ -34,6 +35,30 @@ def check_int8(expert: Path, prompts: Sequence[str], least: float = 1e-6) -> Non
     pipe.experts.prepare(Computing(quantize="int8"))
     error = (pipe.ensemble.experts[0].velocity(x, t, **given) - exact).norm() / exact.norm()
     assert least < error < 0.05
+
+
+def check_half_type(
+    network: ModelMixin,
+    dtype: torch.dtype,
+    source: Path,
+    expert: Path,
+    prompts: Sequence[str],
+    folder: Path,
+    **converting: Any,
+) -> None:
+    """A variant of ``source`` in a half type keeps it, and has the velocity of ``expert`` to its rounding."""
+    variant = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    other = copied(source, folder)
+    network.to(dtype).save_pretrained(other / "transformer", variant=variant)
+    library.convert(other, folder / "expert", variant=variant, **converting)
+    weights = load_file(folder / "expert" / WEIGHTS)
+    assert {one.dtype for one in weights.values()} == {dtype}
+    x, t = torch.randn(_SHAPE), torch.full((2,), 0.4)
+    given = HDDMPipeline.from_pretrained(expert).encode(list(prompts)).given
+    exact = library.load(expert).velocity(x, t, **given)
+    for one in (expert, folder / "expert"):
+        found = library.load(one, dtype=dtype).velocity(x, t, **given)
+        assert (found - exact).norm() < 0.1 * exact.norm()
 
 
 def check_lora(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GemmaTokenizer
 
@@ -22,12 +21,17 @@ from hddm.networks.text_encoder import read_text_encoder
 from hddm.networks.tokenizer import read_tokenizer
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import record_of
 from tests.component_files import saved_in_parts, write_gemma2, write_vae
 from tests.flow_models import lumina2
-from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
+from tests.pipelines.checks import (
+    check_half_type,
+    check_int8,
+    check_lora,
+    check_mixture,
+    graphs_of,
+)
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -83,7 +87,7 @@ def test_prompts_become_the_pipelines_own_conditions(
 ) -> None:
     """Bit for bit; the sentence before prompts is not before negative ones."""
     prompts = [*PROMPTS, "", "a\n猫", "cat on a dog " * 80]
-    with pytest.warns(UserWarning, match="Gemma 2: a prompt of .* is cut to 256"):
+    with pytest.warns(UserWarning, match="Gemma 2: a prompt of .* is cut to 256") as warned:
         encoded = HDDMPipeline.from_pretrained(expert).encode(
             prompts, negative_prompt=against or None, guided=True
         )
@@ -92,6 +96,8 @@ def test_prompts_become_the_pipelines_own_conditions(
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             assert torch.equal(ours[name].expand_as(value), value), name
+    # What is lost is shown in part.
+    assert len(str(warned[0].message)) < 250
     lengths = encoded.given[MASK].sum(1).tolist()
     assert lengths[-1] == 256
     assert len(set(lengths)) == len(lengths)
@@ -311,18 +317,7 @@ def test_weights_of_half_types_are_converted_and_run_to_their_rounding(
     source: Path, expert: Path, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A variant of it, as published ones are."""
-    variant = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    other = copied(source, tmp_path)
-    lumina2().to(dtype).save_pretrained(other / "transformer", variant=variant)
-    library.convert(other, tmp_path / "expert", variant=variant)
-    weights = load_file(tmp_path / "expert" / WEIGHTS)
-    assert {one.dtype for one in weights.values()} == {dtype}
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
-    given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given
-    exact = library.load(expert).velocity(x, t, **given)
-    for folder in (expert, tmp_path / "expert"):
-        found = library.load(folder, dtype=dtype).velocity(x, t, **given)
-        assert (found - exact).norm() < 0.1 * exact.norm()
+    check_half_type(lumina2(), dtype, source, expert, PROMPTS, tmp_path)
 
 
 @pytest.mark.integration
@@ -428,6 +423,20 @@ def test_hostile_files_are_refused_in_one_line(
     told = text.missing or refusal(lambda: read_texts(text.components["text_encoder"]))
     assert said in told
     assert "\n" not in told
+
+
+def test_an_index_that_does_not_fit_the_network_is_told_as_such(
+    source: Path, hddm: Command, tmp_path: Path
+) -> None:
+    other = copied(source, tmp_path)
+    edit_json(other / "model_index.json", _class_name="FluxPipeline")
+    told = refusal(library.convert, other, tmp_path / "out")
+    assert "is of a FluxPipeline, and the network beside it is a Lumina2Transformer2DModel" in told
+    assert "which belongs into a Lumina2Pipeline; correct _class_name" in told
+    named = ["diffusers", "LuminaNextDiT2DModel"]
+    edit_json(other / "model_index.json", _class_name="Lumina2Pipeline", transformer=named)
+    said = printed(hddm, "convert", other, "--out", tmp_path / "out")
+    assert "calls it LuminaNextDiT2DModel, and" in said
 
 
 def test_a_vocabulary_as_large_as_that_of_gemma_2_is_read(source: Path, tmp_path: Path) -> None:

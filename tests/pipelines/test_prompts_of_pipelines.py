@@ -19,6 +19,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
 )
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Tokenizer
 
@@ -448,3 +449,19 @@ def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
     write_manifest(folder / "text_encoder")
     seal(folder)
     assert words in refusal(HDDMPipeline.from_pretrained, folder)
+
+
+def test_guiding_an_expert_that_takes_its_guidance_as_a_condition_is_said(
+    expert: Path, name: str, hddm: Command, tmp_path: Path
+) -> None:
+    options = ("--prompt", "a cat", "--num-images", 1, "--steps", 2, "--batch-size", 1)
+    told = "is guided already, by its condition guidance of 3.5"
+    out = tmp_path / "guided"
+    _, _, said = hddm("sample", expert, *options, "--guidance-scale", 4, "--out", out)
+    assert (told in said) == (name == "flux"), said
+    if name == "flux":
+        file = tmp_path / "conditions.safetensors"
+        save_file({"guidance": torch.tensor([2.0])}, file)
+        options += ("--conditions", file, "--guidance-scale", 4)
+    _, _, said = hddm("sample", expert, *options, "--out", tmp_path / "own")
+    assert told not in said

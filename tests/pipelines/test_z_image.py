@@ -9,7 +9,6 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
@@ -22,12 +21,17 @@ from hddm.networks.text_encoder import read_text_encoder
 from hddm.networks.tokenizer import read_tokenizer
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import record_of
 from tests.component_files import saved_in_parts, write_qwen3, write_vae
 from tests.flow_models import z_image
-from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
+from tests.pipelines.checks import (
+    check_half_type,
+    check_int8,
+    check_lora,
+    check_mixture,
+    graphs_of,
+)
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -345,18 +349,7 @@ def test_weights_of_half_types_are_converted_and_run_to_their_rounding(
     source: Path, expert: Path, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A variant of it, as published ones are."""
-    variant = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    other = copied(source, tmp_path)
-    z_image().to(dtype).save_pretrained(other / "transformer", variant=variant)
-    library.convert(other, tmp_path / "expert", sample_size=SIDE, variant=variant)
-    weights = load_file(tmp_path / "expert" / WEIGHTS)
-    assert {one.dtype for one in weights.values()} == {dtype}
-    x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
-    given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given
-    exact = library.load(expert).velocity(x, t, **given)
-    for folder in (expert, tmp_path / "expert"):
-        found = library.load(folder, dtype=dtype).velocity(x, t, **given)
-        assert (found - exact).norm() < 0.1 * exact.norm()
+    check_half_type(z_image(), dtype, source, expert, PROMPTS, tmp_path, sample_size=SIDE)
 
 
 @pytest.mark.integration

@@ -54,6 +54,9 @@ def test_a_name_has_an_owner_and_no_folder_of_its_own_here(
     assert HubName.parse("me/mine/a b/c.safetensors") == ("me/mine", "a b/c.safetensors", None)
     for text in ("mine", "./me/mine", "../me/mine", "/me/mine", "me/mine/../other", "me/.."):
         assert HubName.parse(text) is None
+    # A mistyped path is not looked for on the hub.
+    for text in ("models/flux.safetensors", "downloads/sd15.ckpt", "benchmarks/mine.json"):
+        assert HubName.parse(text) is None
     for text in (
         *(
             "runs/my--expert",

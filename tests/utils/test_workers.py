@@ -144,7 +144,7 @@ def test_a_signal_to_a_verb_leaves_nothing_half_written(
                 os._exit(int(ended.code or 0))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
     last = (tmp_path / "log").read_text().splitlines()[-1]
-    assert last == f"hddm: stopped by {number.name}; nothing half-written is left"
+    assert last == f"hddm: {tmp_path / 'out'}: stopped; all is as it was before"
     left = {path.name for path in tmp_path.iterdir()}
     assert "out" not in left
     assert not any(name.startswith(".out") for name in left)

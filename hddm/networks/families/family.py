@@ -17,7 +17,7 @@ from diffusers import ModelMixin
 from torch import Generator, Tensor
 
 from hddm import condition_names
-from hddm.condition_names import POOLED, TEXT
+from hddm.condition_names import POOLED, TEXT, TEXT_MASK
 from hddm.networks.encoders import CLIP, T5, TextEncoderClass
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.sample_sizes import LARGEST_SIDE, SampleSizes
@@ -104,8 +104,8 @@ class Prompts:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions that prompts become."""
-        return (TEXT, self.pooled)
+        """The conditions that prompts become: tokens, and one vector per prompt, or else a mask."""
+        return (TEXT, self.pooled or TEXT_MASK)
 
     @property
     def other_readers(self) -> tuple[TextEncoderClass, ...]:

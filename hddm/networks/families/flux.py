@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 from einops import rearrange
 from torch import Generator, Tensor
 
-from hddm.condition_names import POOLED, TEXT
+from hddm.condition_names import EMBEDDED_GUIDANCE, POOLED, TEXT
 from hddm.networks.encoders import CLIP, T5
 from hddm.networks.families.family import (
     Config,
@@ -57,7 +57,7 @@ class Flux(Family):
         sample_size=128,
     )
     time_factor = 1000.0
-    settings: tuple[str, ...] = ("guidance",)
+    settings: tuple[str, ...] = (EMBEDDED_GUIDANCE,)
     residuals = ("controlnet_block_samples", "controlnet_single_block_samples")
     lora_layers = rf"{Family.lora_layers}|single_transformer_blocks\.\d+\.proj_(mlp|out)"
     text_key = "joint_attention_dim"
@@ -87,7 +87,7 @@ class Flux(Family):
         if not given or not are_even or sum(given) != width:
             text = f"it is three even numbers that sum to attention_head_dim, {str(width)[:40]}"
             raise HddmError(f"axes_dims_rope is {str(axes)[:40]}: {text}")
-        guidance = ("guidance",) if config.get("guidance_embeds") else ()
+        guidance = (EMBEDDED_GUIDANCE,) if config.get("guidance_embeds") else ()
         return Taken((TEXT, POOLED, *guidance))
 
     def call(self, model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Tensors) -> Tensor:
@@ -115,14 +115,14 @@ class Flux(Family):
     def example(
         self, name: str, config: Config, num_classes: int | None, noise: Generator
     ) -> Tensor:
-        if name == "guidance":
+        if name == EMBEDDED_GUIDANCE:
             return torch.tensor([GUIDANCE])
         return super().example(name, config, num_classes, noise)
 
     def defaults(
         self, names: Sequence[str], sample_shape: tuple[int, int, int]
     ) -> dict[str, Tensor]:
-        return {"guidance": torch.tensor(GUIDANCE)} if "guidance" in names else {}
+        return {EMBEDDED_GUIDANCE: torch.tensor(GUIDANCE)} if EMBEDDED_GUIDANCE in names else {}
 
     def foreign_layers(self, config: Config) -> Mapping[str, ForeignLayer]:
         found = {name: ForeignLayer((ours,)) for name, ours in _OUTER.items()}

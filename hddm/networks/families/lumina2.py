@@ -85,10 +85,6 @@ _PLACES = (300, 512, 512)
 class PromptsBehindATask(PaddedPrompts):
     """Prompts behind a sentence, and negative ones as they are, with a mask."""
 
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        return (TEXT, TEXT_MASK)
-
     def written(self, tokenizer: Any, texts: list[str], is_negative: bool) -> list[str]:
         return texts if is_negative else [_BEGIN.join(_divided(text)) for text in texts]
 

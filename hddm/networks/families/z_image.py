@@ -76,10 +76,6 @@ _LEAST_SIDE = 12
 class ChatPrompts(PaddedPrompts):
     """Prompts as the tokens of one text encoder that reads turns of a chat, with a mask."""
 
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        return (TEXT, TEXT_MASK)
-
     def written(self, tokenizer: Any, texts: list[str], is_negative: bool) -> list[str]:
         found = []
         for text in texts:
