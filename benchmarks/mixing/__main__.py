@@ -23,7 +23,7 @@ import typer
 from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
 from benchmarks.mixing.data import DATA, Data
 from benchmarks.mixing.filling import IMAGES, RESAMPLING, Fillers
-from benchmarks.mixing.models import CALLS, NOISES, NUM, Models, Row
+from benchmarks.mixing.models import CALLS, NOISES, Models, Row
 from benchmarks.mixing.verdicts import READING, answers, verdict_table
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
@@ -257,7 +257,11 @@ def _report(
 ) -> list[str]:
     """The table of a regime, and its verdicts where there is more than one seed."""
     seeds = min(len(row) for row in found.values())
-    text = _TEXT.format(seeds=seeds, likelihood_images=data.likelihood_images)
+    text = _TEXT.format(
+        seeds=seeds,
+        likelihood_images=data.likelihood_images,
+        num_samples=data.num_samples,
+    )
     lines = [f"# Mixing experts on {data.name}: {name}", text, "", *table(found)]
     lines += ["", DENOISING, "", *table(denoised(found))]
     if seeds > 1:
@@ -268,8 +272,8 @@ def _report(
 _TEXT = (
     "Mean and standard deviation of {seeds} training seeds. Errors and bits per dimension on held-out "
     "images, errors at eleven noise levels with one draw of noise, bits of {likelihood_images} images from "
-    f"t = 0.02; Fréchet distance of {NUM:,} samples of {CALLS} calls, the mean of {NOISES} seeds of noise. "
-    "In brackets the paired difference from the first row, over seeds."
+    f"t = 0.02; Fréchet distance of {{num_samples:,}} samples of {CALLS} calls, the mean of {NOISES} seeds "
+    "of noise. In brackets the paired difference from the first row, over seeds."
 )
 
 
@@ -362,7 +366,7 @@ def native(
                 figures = _by_calls(one, f"{title}, {way}", model, options)
                 found.setdefault(f"{title}: {way}", {})[str(seed)] = figures
     lines = [f"# Experts by their own samplers, and by the common velocity, on {of.name}", ""]
-    lines += [_NATIVE.format(seeds=seeds), ""]
+    lines += [_NATIVE.format(seeds=seeds, num_samples=of.num_samples), ""]
     for title in ("DDPM expert", "grown"):
         own = {name: row for name, row in found.items() if name.startswith(title)}
         lines += [*table(own), ""]
@@ -373,9 +377,9 @@ def native(
 
 _NATIVE = (
     "Fréchet distance to held-out images by calls of the network per sample: mean and standard deviation of "
-    f"{{seeds}} training seeds, each the mean of {NOISES} seeds of noise, {NUM:,} samples. Ours is "
-    "adams-moulton on the common velocity, calibrated; the others are diffusers' schedulers on the expert's "
-    "own schedule. In brackets the paired difference from ours."
+    f"{{seeds}} training seeds, each the mean of {NOISES} seeds of noise, {{num_samples:,}} samples. Ours "
+    "is adams-moulton on the common velocity, calibrated; the others are diffusers' schedulers on the "
+    "expert's own schedule. In brackets the paired difference from ours."
 )
 
 

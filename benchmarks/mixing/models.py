@@ -17,8 +17,8 @@ from hddm.objective.scores import score_held_out
 from hddm.utils.files import write_json
 
 DEVICE = "--device cpu --threads 1"
-CALLS, NUM, NOISES = 25, 1000, 2
-"""Calls per sample, samples per seed of noise, and such seeds."""
+CALLS, NOISES = 25, 2
+"""Calls per sample, and seeds of noise."""
 
 
 class Row(Protocol):
@@ -100,7 +100,8 @@ class Models:
     ) -> float:
         """Fréchet distance of samples to held-out images."""
         opened = hddm.load(model)
-        samples = hddm.sample(opened, NUM, noise, calls, strategy, batch_size=500, **options)
+        num = self.data.num_samples
+        samples = hddm.sample(opened, num, noise, calls, strategy, batch_size=500, **options)
         return self.measure(samples)
 
 

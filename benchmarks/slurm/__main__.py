@@ -38,7 +38,8 @@ from benchmarks.slurm.cluster import Slurm
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import interruptible
 
-STEPS, QUICK_STEPS = 400, 150
+STEPS, QUICK_STEPS = 1600, 1000
+"""Slurm looks at time limits every 30 seconds, and the training must not be done by then."""
 KILLS, QUICK_KILLS = 20, 4
 SETTINGS = {
     "objective": "flow",

@@ -130,7 +130,7 @@ def test_the_shift_is_the_common_one(
     assert derived(tmp_path / "out").shift == scheduler["shift"] == expected
     assert len(notes) == len(set(shifts)) - 1
     if notes:
-        assert notes[0].endswith(f"has 1: 1 ({experts[0]}), 3 ({experts[1]}), 3 ({experts[2]})")
+        assert f"has 1 (1 ({experts[0]}), 3 ({experts[1]}), 3 ({experts[2]}));" in notes[0]
 
 
 def _latent(source: Path, target: Path, **changes: Any) -> Path:
