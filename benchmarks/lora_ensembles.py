@@ -22,9 +22,10 @@ import hddm
 from benchmarks import full_size
 from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, WorkOption, apart, main
 from benchmarks.timing import Taken, Times, between, in_turn, now, spread
-from hddm.experts.expert import open_expert
-from hddm.experts.lora import adapter_of, factor_shapes, tensor_names, write_adapter
-from hddm.experts.records import write_records
+from hddm.experts.adapter_records import adapter_of
+from hddm.experts.expert_folders import open_expert
+from hddm.experts.lora import factor_shapes, tensor_names, write_adapter
+from hddm.experts.record_folders import write_records
 from hddm.networks.shared import AdaptedNetwork
 from hddm.training.adapters import targets_of
 

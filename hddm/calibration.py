@@ -51,10 +51,9 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
-from hddm.utils.documents import parse_object
+from hddm.calibration_records import FILE_NAME, RECORD_KEY, calibration_record
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import (
-    read_header,
     read_safetensors,
     refuse_non_finite,
     sent,
@@ -62,8 +61,6 @@ from hddm.utils.tensors import (
     within,
 )
 
-FILE_NAME = "calibration.safetensors"
-RECORD_KEY = "calibrated_on"
 START = 0.5
 """Time from which the blend acts; below, it would lower the squared error of digits by about 1 %."""
 LEVELS = 15
@@ -319,16 +316,3 @@ def _is_possible(variances: Tensor, times: Tensor, weights: Tensor) -> bool:
     """True for numbers that a fit can have as its result."""
     is_grid = bool(times[0] == 0 and times[-1] == 1 and (times.diff() > 0).all())
     return is_grid and bool((variances > 0).all() and ((weights >= 0) & (weights <= 1)).all())
-
-
-def calibration_record(folder: Path) -> dict[str, str] | None:
-    """The data that the calibration in an expert folder was fitted to; None where it is not recorded.
-
-    ``data`` is ``shard <hash>`` or ``native samples``, with ``images`` and ``seed``, and ``steps`` of the
-    sampler.
-    """
-    path = folder / FILE_NAME
-    if not path.exists():
-        return None
-    record = parse_object(read_header(path)[1].get(RECORD_KEY, "{}"), f"{path}: {RECORD_KEY}")
-    return {key: str(value) for key, value in record.items()} or None

@@ -6,7 +6,6 @@ equal if they are equal after Unicode normalisation (NFC).
 """
 
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.records import composed
+from hddm.utils.records import composed, joint_names
 from hddm.utils.tensors import sent, within
 
 Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
@@ -136,7 +135,7 @@ def join_classes(lists: tuple[tuple[str, ...], ...]) -> JointClasses:
     A list is empty for an expert that takes no class, or numbers without names: it takes any class.
     """
     lists = tuple(tuple(map(composed, one)) for one in lists)
-    names = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
+    names = joint_names(lists)
     if all(one in ((), names) for one in lists):
         return JointClasses(names)
     rows = []

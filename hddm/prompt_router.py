@@ -4,43 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.networks.identity import TextEncoderRecord
+from hddm.topic_records import HEADER, TOPIC, TopicRecord, read_topic_record
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Record, parse_record
 from hddm.utils.tensors import (
-    read_header,
     read_safetensors,
     refuse_non_finite,
     refuse_other_kinds,
     to_float64,
 )
 
-TOPIC = "topic.safetensors"
-_HEADER = "described"
 SPREAD = 0.01
 """Share of the captions' variance around the means of their clusters that each direction is taken to have."""
 RIDGE = 1e-6
 FLOOR = 0.1
 """Experts whose probability for a prompt is below this share of the largest one get none of it."""
-
-
-class TopicRecord(Record):
-    """Header of ``topic.safetensors``."""
-
-    count: Annotated[int, Field(ge=1)]
-    """Captions that the statistics are of."""
-    source: str
-    """The file or shard of the captions, or texts that stand for them."""
-    variance: Annotated[float, Field(ge=0)]
-    """Mean squared distance of the captions' embeddings from the means of their clusters."""
-    text_encoder: TextEncoderRecord
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,16 +42,15 @@ class Topic:
         """Write ``topic.safetensors`` into an expert folder, in float16: kilobytes, and no caption."""
         assert self.record is not None
         tensors = {"means": self.means.half(), "parts": self.parts.half()}
-        save_file(tensors, folder / TOPIC, {_HEADER: self.record.model_dump_json()})
+        save_file(tensors, folder / TOPIC, {HEADER: self.record.model_dump_json()})
 
     @classmethod
     def load(cls, folder: Path) -> "Topic | None":
         """Read the topic of an expert folder, None where there is none; `HddmError` for a broken file."""
-        path = folder / TOPIC
-        if not path.exists():
+        path, record = folder / TOPIC, read_topic_record(folder)
+        if record is None:
             return None
-        tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
-        record = parse_record(header.encode(), TopicRecord, f"{path}: {_HEADER}")
+        tensors = read_safetensors(path)
         refuse_other_kinds(
             path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)}
         )

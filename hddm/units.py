@@ -12,13 +12,14 @@ once, which no network can be asked for. b may differ between channels.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import LARGEST_UNIT
-from hddm.utils.tensors import sent
+
+# Records have units, and are read without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Units:
     """
 
     scale: float = 1.0
-    shift: float | Tensor = 0.0
+    shift: "float | Tensor" = 0.0
 
     def __post_init__(self) -> None:
         scale, shift = self.scale, self.shift
@@ -42,13 +43,10 @@ class Units:
                 f"`data_scale` {one_line(scale, 60)}: must be one number from {1 / LARGEST_UNIT:g} to "
                 f"{LARGEST_UNIT:g}; experts with a scale for each channel can be drawn, and not mixed"
             )
-        if isinstance(shift, Tensor):
-            fits = shift.ndim == 0 or (shift.ndim == 3 and shift.shape[1:] == (1, 1))
-            fits = fits and shift.is_floating_point() and bool((shift.abs() <= LARGEST_UNIT).all())
-            shown = f"of shape {tuple(shift.shape)}"
+        if isinstance(shift, int | float):
+            fits, shown = abs(shift) <= LARGEST_UNIT, one_line(shift, 60)
         else:
-            fits = isinstance(shift, int | float) and abs(shift) <= LARGEST_UNIT
-            shown = one_line(shift, 60)
+            fits, shown = _is_of_channels(shift)
         if not fits:
             raise HddmError(
                 f"`data_shift` {shown}: must be a number, or a tensor (C, 1, 1), of at most {LARGEST_UNIT:g}"
@@ -64,12 +62,16 @@ class Units:
         """As a record has them: no shift, one, or one for each channel."""
         if len(shifts) < 2:
             return cls(scale, *shifts)
+        import torch
+
         return cls(scale, torch.tensor(shifts, dtype=torch.float64)[:, None, None])
 
     @cached_property
     def shifts(self) -> tuple[float, ...]:
         """The shift for a record: none where it is 0, and one number where it is one."""
-        listed = torch.as_tensor(self.shift, dtype=torch.float64).flatten().tolist()
+        if isinstance(self.shift, int | float):
+            return (float(self.shift),) if self.shift else ()
+        listed = self.shift.double().flatten().tolist()
         if len(set(listed)) == 1:
             return tuple(listed[:1]) if listed[0] else ()
         return tuple(listed)
@@ -91,14 +93,29 @@ class Units:
         """The units of ``factor`` times the expert's own data."""
         return self if factor == 1 else Units(self.scale * factor, self.shift * factor)
 
-    def shift_like(self, x: Tensor) -> float | Tensor:
+    def shift_like(self, x: "Tensor") -> "float | Tensor":
         """The shift for states like ``x`` (batch, C, H, W)."""
-        return sent(self.shift, x.device, x.dtype) if isinstance(self.shift, Tensor) else self.shift
+        if isinstance(self.shift, int | float):
+            return self.shift
+        from hddm.utils.tensors import sent
 
-    def own(self, x_0: Tensor) -> Tensor:
+        return sent(self.shift, x.device, x.dtype)
+
+    def own(self, x_0: "Tensor") -> "Tensor":
         """The expert's own data of ``x_0``."""
         return x_0 if self.is_common else self.scale * x_0 + self.shift_like(x_0)
 
-    def common(self, own: Tensor) -> Tensor:
+    def common(self, own: "Tensor") -> "Tensor":
         """x_0 of the expert's ``own`` data."""
         return own if self.is_common else (own - self.shift_like(own)) / self.scale
+
+
+def _is_of_channels(shift: object) -> tuple[bool, str]:
+    """Whether ``shift`` is a tensor of one number, or of one for each channel; and what to call it."""
+    from torch import Tensor
+
+    if not isinstance(shift, Tensor):
+        return False, one_line(shift, 60)
+    fits = shift.ndim == 0 or (shift.ndim == 3 and shift.shape[1:] == (1, 1))
+    fits = fits and shift.is_floating_point() and bool((shift.abs() <= LARGEST_UNIT).all())
+    return fits, f"of shape {tuple(shift.shape)}"

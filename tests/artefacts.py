@@ -280,13 +280,29 @@ def in_a_fresh_process(
 
     Packages that are ``missing`` cannot be imported.
     """
+    runs = run_in_one(lines, missing)
+    return [(code, output, HEAVY & modules) for code, output, modules in runs]
+
+
+def in_fresh_processes(lines: Iterable[Sequence[object]]) -> list[tuple[int, str, set[str]]]:
+    """As `run_in_one`, each command in a process of its own."""
+    found = []
+    for line in lines:
+        found += run_in_one([line])
+    return found
+
+
+def run_in_one(
+    lines: Iterable[Sequence[object]], missing: Sequence[str] = ()
+) -> list[tuple[int, str, set[str]]]:
+    """Of each command its exit code, its output, and the modules that are imported after it."""
     arguments = json.dumps([list(map(str, line)) for line in lines])
     run = subprocess.run(
         [sys.executable, "-c", _RUN, arguments, *missing], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     found = map(json.loads, run.stdout.splitlines())
-    return [(code, output, HEAVY & set(modules)) for code, output, modules in found]
+    return [(code, output, set(modules)) for code, output, modules in found]
 
 
 @contextlib.contextmanager

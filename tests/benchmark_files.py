@@ -17,9 +17,7 @@ from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results
 from hddm.benchmark.verdicts import compare_rows
 from hddm.evaluation import evaluate
-from hddm.evaluation.images import SamplingRecord
-from hddm.evaluation.measures import Distance
-from hddm.evaluation.scores import SplitScores
+from hddm.evaluation.score_records import Distance, SamplingRecord, SplitScores
 from hddm.utils.records import parse_record
 from hddm.utils.workers import Backend, Call, Event
 from hddm_cli.lines import LINES

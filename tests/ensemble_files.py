@@ -17,15 +17,17 @@ from hddm.calibration import Calibration, Moments
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.assembly import assemble
-from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_record
-from hddm.experts.expert import Expert, save_expert
+from hddm.experts.ensemble_records import EnsembleRecord, Member, read_ensemble_record
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import save_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
-from hddm.experts.records import ExpertRecord, RouterRecord, save_router
+from hddm.experts.record_folders import save_router
+from hddm.experts.records import ExpertRecord, RouterRecord
 from hddm.networks.families import known_family
-from hddm.networks.folders import Unread
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.networks.unread import Unread
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import LinearSchedule, from_diffusers
 from hddm.settings import Conversion

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hddm.experts.expert import Expert, open_expert, save_expert
-from hddm.experts.lora import adapter_of
+from hddm.experts.adapter_records import adapter_of
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import open_expert, save_expert
 from hddm.experts.records import ExpertRecord
 from hddm.training.adapters import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert

@@ -27,8 +27,8 @@ from hddm.data.sources import open_source
 from hddm.evaluation.compare import summary, table
 from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import read_groups, refuse_incomparable
-from hddm.experts.expert import open_expert
-from hddm.experts.records import read_router
+from hddm.experts.expert_folders import open_expert
+from hddm.experts.record_folders import read_router
 from hddm.experts.topics import describe_topic
 from hddm.inspection.folders import inspected
 from hddm.networks.prompts import PipelineText

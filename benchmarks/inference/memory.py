@@ -18,13 +18,14 @@ from benchmarks.inference.models import EvenRouter, Settings, Size, random_exper
 from benchmarks.timing import DTYPES, between, now
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import save_expert
+from hddm.experts.expert_folders import save_expert
 from hddm.experts.loading import load
-from hddm.experts.records import RouterRecord, save_router
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.record_folders import save_router
+from hddm.experts.records import RouterRecord
 from hddm.routers import Router
 from hddm.sampling import integrate, time_grid
 from hddm.utils.machine import has_own_memory
+from hddm.utils.records import WEIGHTS
 from hddm.velocity import TIME_SCALE
 
 ALL, FEW = "all", "few"

@@ -35,7 +35,7 @@ from benchmarks.harness import (
 )
 from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import Samples, Shard, join_samples, open_shard
-from hddm.experts.records import read_router
+from hddm.experts.record_folders import read_router
 from hddm.experts.topics import topic_of
 from hddm.networks.text_encoder import embed, read_text_encoder
 from hddm.networks.tokenizer import read_tokenizer

@@ -22,7 +22,7 @@ from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, main
 from benchmarks.inference.models import Size, random_expert
 from hddm.data.images import save_png, to_bytes
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import save_expert
+from hddm.experts.expert_folders import save_expert
 
 PORT = 8461
 PATIENCE = 600

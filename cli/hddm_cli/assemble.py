@@ -62,7 +62,7 @@ def assemble(
     from hddm.classes import join_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly import change
-    from hddm.experts.ensemble_folders import read_ensemble_record
+    from hddm.experts.ensemble_records import read_ensemble_record
     from hddm.experts.expert import experts_in
     from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress

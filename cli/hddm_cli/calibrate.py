@@ -39,6 +39,9 @@ def calibrate(
     if (expert / ENSEMBLE_FILE).exists():
         _weigh(expert, settings, out, data)
         return
+    from hddm.experts.records import refuse_no_expert
+
+    refuse_no_expert(expert)
     from hddm.training.calibrate import recalibrate
 
     with (

@@ -34,6 +34,9 @@ def describe(
 
     An ensemble then sends prompts to the experts with similar captions. Provide --captions, --data or --text.
     """
+    from hddm.experts.records import refuse_no_expert
+
+    refuse_no_expert(expert)
     from hddm.experts.topics import describe_topic
 
     made = describe_topic(expert, **dict(source))

@@ -53,6 +53,9 @@ def distill(
     expert folder. The run is saved in OUT.run; --resume continues from there.
     """
     check_student(settings, init)
+    from hddm.experts.records import refuse_no_model
+
+    refuse_no_model(ensemble)
     if dry_run:
         from hddm.training.distill import needs_of_student
 

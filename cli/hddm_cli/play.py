@@ -25,11 +25,16 @@ def play(
 
     It also shows what each expert contributes. On a terminal, the page opens in a browser.
     """
+    from hddm.experts.records import refuse_no_model
+
+    sources = [ensemble] if after is None else [ensemble, after]
+    for source in sources:
+        refuse_no_model(source)
     from hddm.serving.page import Play, serve
     from hddm.utils.progress import Progress
 
     with Progress(None, "open"):
-        opened = Play([ensemble] if after is None else [ensemble, after], settings)
+        opened = Play(sources, settings)
     for model in opened.models:
         typer.echo(f"{model.source}: {', '.join(model.names)}")
     with serve(opened, port) as (address, thread):

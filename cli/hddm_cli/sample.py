@@ -26,8 +26,10 @@ def sample(
 
     Image i depends only on the seed and on i.
     """
+    from hddm.experts.records import refuse_no_model
     from hddm.utils.progress import Progress
 
+    refuse_no_model(source)
     if dry_run:
         with Progress(None, f"open {source}", is_drawn=False):
             from hddm.pipelines.needs import needs_of_sampling

@@ -90,6 +90,9 @@ def serve(
     HDDM_TOKEN to require that token from clients. With --no-batching, images are exactly those of hddm
     sample. Needs the extra serve (pip install '.[serve]' in a checkout).
     """
+    from hddm.experts.records import refuse_no_model
+
+    refuse_no_model(ensemble)
     from hddm.serving.placement import Placement
     from hddm.serving.service import TOKEN
     from hddm.serving.service import serve as run

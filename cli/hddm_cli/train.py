@@ -75,6 +75,9 @@ def expert(
     Checkpoints, TensorBoard logs and sample grids are saved in OUT.run; --resume continues from there.
     """
     check_init(settings, init, schedule)
+    from hddm.data.shard_records import refuse_no_shard
+
+    refuse_no_shard(shard)
     start = {"init": init, "schedule": schedule}
     if dry_run:
         from hddm.training.train import needs_to_train

@@ -44,11 +44,11 @@ def verify(
     All files of an ensemble are checked, including a pipeline.py, which diffusers would run. Exits with 0 if
     every expert is accepted, 1 if one is refused, 2 for wrong usage.
     """
+    data, experts = settings.data, _experts_in(expert)
+    images = [None] * len(experts) if data is None else _images_for(experts, data)
     from hddm.experts.verify import problems_around, verify_expert
     from hddm.utils.progress import Progress
 
-    data, experts = settings.data, _experts_in(expert)
-    images = [None] * len(experts) if data is None else _images_for(experts, data)
     is_one = experts == [expert]
     verdicts = []
     for folder, shard in zip(experts, images, strict=True):
@@ -89,7 +89,7 @@ def _experts_in(folder: Path) -> list[Path]:
     if (folder / EXPERT_FILE).exists():
         return [folder]
     if (folder / ENSEMBLE_FILE).exists():
-        from hddm.experts.ensemble_folders import read_ensemble_record
+        from hddm.experts.ensemble_records import read_ensemble_record
 
         return [folder / one.folder for one in read_ensemble_record(folder).experts]
     found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]

@@ -24,15 +24,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hddm.benchmark.lines import Line, RunCommand, placed
 from hddm.benchmark.steps import Contents, Step
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import read_ensemble_record
+from hddm.experts.ensemble_records import read_ensemble_record
 from hddm.experts.expert import experts_in
 from hddm.experts.loading import load
-from hddm.experts.parts import domains_of
-from hddm.experts.records import ROUTER_FILE, read_expert_record, read_router
+from hddm.experts.record_folders import read_router
+from hddm.experts.records import ROUTER_FILE, read_expert_record
+from hddm.experts.shares import domains_of
 from hddm.reliability import ReliabilityRouter
 from hddm.strategies import Strategy
 from hddm.training.calibrate import fitted_states

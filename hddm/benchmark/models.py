@@ -13,10 +13,10 @@ from hddm.benchmark.lines import names_in
 from hddm.benchmark.steps import Step
 from hddm.experts.assembly import DRAWN, kept_of, left_of, named_router
 from hddm.experts.decisions import with_settings
-from hddm.experts.ensemble_folders import Member, name_of, read_ensemble_record
+from hddm.experts.ensemble_records import Member, name_of, read_ensemble_record
 from hddm.experts.expert import Expert, experts_in
-from hddm.experts.parts import domains_of
 from hddm.experts.records import ExpertRecord, ShardRecord, read_expert_record
+from hddm.experts.shares import domains_of
 from hddm.native import refuse_kind
 from hddm.objective.reliability import check_weighing, refuse_shared_noise
 from hddm.objective.scores import why_unscored

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, trained_size
 from hddm.benchmark.results import ModelResult
 from hddm.benchmark.steps import Step
-from hddm.experts.ensemble_folders import read_ensemble_record
-from hddm.networks.folders import sha256_once
+from hddm.experts.ensemble_records import read_ensemble_record
+from hddm.utils.files import sha256_once
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
 
 

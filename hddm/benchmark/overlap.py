@@ -8,7 +8,8 @@ from hddm.benchmark.origin import Origin, is_decided
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
 from hddm.data.shard_records import named_shards
-from hddm.evaluation.images import Role, read_data, refuse_trained
+from hddm.evaluation.images import read_data, refuse_trained
+from hddm.evaluation.score_records import Role
 from hddm.utils.errors import HddmError, errors_as
 from hddm.utils.work import hash_of
 

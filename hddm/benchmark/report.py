@@ -30,7 +30,7 @@ from hddm.data.images import contact_sheet
 from hddm.data.shard_records import named_shards
 from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
-from hddm.evaluation.scores import LEARNED, RECOGNISED
+from hddm.evaluation.score_records import LEARNED, RECOGNISED
 from hddm.objective.records import BITS, MEAN_ERROR, error_at
 from hddm.utils.files import write_whole
 from hddm.utils.pages import COLOURS, as_element, charts, data_address, plain_numbers, templates

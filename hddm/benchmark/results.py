@@ -23,7 +23,7 @@ from hddm.evaluation.results import (
     ResultGroup,
     read_groups,
 )
-from hddm.evaluation.scores import LEARNED
+from hddm.evaluation.score_records import LEARNED
 from hddm.objective.records import HeldOutScores, Mean, values_of
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record

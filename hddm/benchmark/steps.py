@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hddm.benchmark.file import preset_names
 from hddm.benchmark.lines import Line, Settings, names_in, placed
-from hddm.experts.ensemble_folders import MOMENTS, RELIABILITY
+from hddm.experts.ensemble_records import MOMENTS, RELIABILITY
 from hddm.utils.errors import HddmError
 from hddm.utils.files import is_draft, remove, sha256_of
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, HASHES, ROUTER_FILE, HashCache

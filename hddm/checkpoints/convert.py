@@ -24,27 +24,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summary_lines
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import open_shard
-from hddm.experts.expert import Expert, field_of
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import field_of
 from hddm.experts.kept import keep_component
-from hddm.experts.records import (
-    EXPERT_FILE,
-    EXTRAS_FILE,
-    SOURCE_NAMES,
-    read_expert_record,
-    read_nulls,
-    write_records,
-)
+from hddm.experts.record_folders import read_nulls, write_records
+from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, SOURCE_NAMES, read_expert_record
 from hddm.experts.shard_images import check_fit
 from hddm.experts.verify import warn_of_misreading
 from hddm.networks.families import family_of
 from hddm.networks.families.installed import FamilyError
-from hddm.networks.folders import WEIGHTS, fill, open_network
+from hddm.networks.folders import fill, open_network
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS, NetworkWrapper
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, EDMSchedule, Schedule
@@ -53,7 +48,7 @@ from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.hub import Wanted, local
 from hddm.utils.progress import Progress
-from hddm.utils.records import write_manifest
+from hddm.utils.records import WEIGHTS, write_manifest
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims, write_safetensors
 from hddm.velocity import VelocityField

@@ -21,19 +21,13 @@ from hddm.checkpoints.sources import (
     choose_set,
     same,
 )
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS, base_of
+from hddm.experts.ensemble_records import kept_components
 from hddm.experts.expert import without_adapter
-from hddm.experts.kept import kept_components
-from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
-from hddm.experts.records import (
-    EXPERT_FILE,
-    EXTRAS_FILE,
-    FILES,
-    read_expert_record,
-    read_nulls,
-    remedy,
-)
+from hddm.experts.lora import open_adapted
+from hddm.experts.record_folders import read_nulls
+from hddm.experts.records import EXPERT_FILE, EXTRAS_FILE, FILES, read_expert_record, remedy
 from hddm.networks.components import (
-    MODEL_INDEX,
     STEM,
     class_in,
     read_config,
@@ -45,7 +39,6 @@ from hddm.networks.encoders import VAES as VAE_KINDS
 from hddm.networks.families import Family, known_family, layouts, pipeline_networks, pipelines
 from hddm.networks.families.installed import may_be_added
 from hddm.networks.folders import (
-    WEIGHTS,
     empty_network,
     of_families,
     open_network,
@@ -61,7 +54,7 @@ from hddm.settings import Conversion, Reading
 from hddm.utils.documents import parse_yaml
 from hddm.utils.errors import HddmError, an, did_you_mean, errors_as, one_line, shown
 from hddm.utils.files import inside, read_json
-from hddm.utils.records import damage, refuse_damaged
+from hddm.utils.records import MODEL_INDEX, WEIGHTS, damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"

@@ -31,9 +31,11 @@ from hddm.checkpoints.lora_scales import Scales
 from hddm.checkpoints.lora_texts import change_texts, check_texts
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint, as_planned
-from hddm.experts.expert import open_expert
+from hddm.experts.adapter_records import AdapterRecord, adapter_of
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.kept import keep_component, whole_components
-from hddm.experts.lora import AdapterRecord, adapter_of, tensor_names, write_adapter
+from hddm.experts.lora import tensor_names, write_adapter
+from hddm.experts.record_folders import write_records
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
@@ -41,13 +43,18 @@ from hddm.experts.records import (
     ExpertRecord,
     SourceRecord,
     joint_licence,
-    write_records,
 )
 from hddm.networks.families.family import ForeignLayer
-from hddm.networks.folders import sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, counted, shown
-from hddm.utils.files import check_absent, link_or_copy, new_folder, refuse_full_disk, sha256_of
+from hddm.utils.files import (
+    check_absent,
+    link_or_copy,
+    new_folder,
+    refuse_full_disk,
+    sha256_of,
+    sha256_once,
+)
 from hddm.utils.hub import local
 from hddm.utils.tensors import Planned, promoted, refuse_non_finite
 

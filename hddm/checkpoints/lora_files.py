@@ -28,7 +28,7 @@ from hddm.checkpoints.lora_changes import (
     unread_kind,
 )
 from hddm.checkpoints.lora_names import COUNTED_MODULES, plain_name
-from hddm.experts.lora import ADAPTER_WEIGHTS
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.files import file_kind, refuse_pickle

@@ -16,7 +16,8 @@ from typing import Any
 
 from hddm.checkpoints.lora_changes import ALPHA, FACTOR
 from hddm.checkpoints.lora_files import NETWORK, LoraFile
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, refuse_variants
+from hddm.experts.adapter_records import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.lora import refuse_variants
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.files import read_json

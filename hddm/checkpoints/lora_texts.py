@@ -18,7 +18,7 @@ from hddm.checkpoints.lora_files import Layers, LoraFile
 from hddm.checkpoints.lora_names import candidates, counted_text_layers
 from hddm.checkpoints.lora_scales import Scales
 from hddm.condition_names import TEXT
-from hddm.experts.kept import kept_components
+from hddm.experts.ensemble_records import kept_components
 from hddm.experts.records import ExpertRecord
 from hddm.networks.components import read_weights
 from hddm.networks.encoders import ADAPTED, T5

@@ -20,6 +20,7 @@ from hddm.experts.compatibility import candidates_of, common_shift, note_unrecor
 from hddm.experts.decisions import SHARE_TOLERANCE
 from hddm.experts.expert import Expert
 from hddm.experts.kept import keep_component, whole_components
+from hddm.experts.record_folders import write_records
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
@@ -27,13 +28,11 @@ from hddm.experts.records import (
     ExpertRecord,
     SourceRecord,
     joint_licence,
-    write_records,
 )
 from hddm.fit import Findings, compare_kinds, compare_students
-from hddm.networks.folders import sha256_once
 from hddm.settings import Reading
 from hddm.utils.errors import UsageError, one_line
-from hddm.utils.files import check_absent, new_folder, refuse_full_disk
+from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_once
 from hddm.utils.tensors import Planned, promoted
 
 _ALIKE = {

@@ -27,7 +27,6 @@ from hddm.condition_names import TEXT
 from hddm.experts.components import adding_command
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.components import MODEL_INDEX
 from hddm.networks.families import Family
 from hddm.networks.families.dit import IMAGENET_LICENCE
 from hddm.networks.families.expert import EXPERT
@@ -40,7 +39,7 @@ from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, Unstated, UsageError, in_words
 from hddm.utils.hub import origin_of
-from hddm.utils.records import WHOLE
+from hddm.utils.records import MODEL_INDEX, WHOLE
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import Planned, available_device
 

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import torch
 
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import LAYOUT as FOLDER_LAYOUT
 from hddm.checkpoints.folders import SCHEDULER_FILE, folder_layouts, open_expert_checkpoint
@@ -23,8 +23,8 @@ from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.kept import put_component, put_prompts
 from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
-from hddm.networks.components import MODEL_INDEX, read_weights
 from hddm.networks.components import STEM as VAE_STEM
+from hddm.networks.components import read_weights
 from hddm.networks.families import Family
 from hddm.networks.families.family import Pipeline
 from hddm.networks.families.installed import may_be_added
@@ -37,7 +37,6 @@ from hddm.networks.prompts import (
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.predictions import PredictionType, to_edm
-from hddm.prompt_router import TOPIC
 from hddm.schedules import (
     EDM_FAMILY,
     FLOW_MATCH_FAMILY,
@@ -50,8 +49,10 @@ from hddm.schedules import (
     from_diffusers,
 )
 from hddm.settings import Reading
+from hddm.topic_records import TOPIC
 from hddm.utils.errors import HddmError, UsageError, choose, errors_as
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
+from hddm.utils.records import MODEL_INDEX
 from hddm.utils.tensors import write_safetensors
 
 RECORD = "written_back.json"

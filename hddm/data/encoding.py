@@ -54,7 +54,7 @@ from hddm.utils.tensors import available_device
 from hddm.utils.work import open_draft
 
 if TYPE_CHECKING:
-    from hddm.networks.families.vaes import Vae
+    from hddm.networks.vae_types import Vae
 
 log = logging.getLogger(__name__)
 

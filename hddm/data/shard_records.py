@@ -228,6 +228,11 @@ def _holds_model(folder: Path) -> bool:
     return any((folder / record).exists() for record in (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE))
 
 
+def refuse_no_shard(folder: Path) -> None:
+    """Raise `UsageError` for a folder that holds no shard, or a file; it names what is there instead."""
+    _refuse_other_folder(folder, SHARD_FILE)
+
+
 def _refuse_other_folder(folder: Path, record: str) -> None:
     """Refuse a folder without ``record``, and name its kind."""
     if (folder / record).exists() and not _holds_model(folder):
@@ -335,7 +340,7 @@ def read_manifest(folder: Path) -> ShardManifest:
     images that was changed or cannot be read, and a list of images that does not match its hash, names a file
     twice or one outside the folder.
     """
-    _refuse_other_folder(folder, SHARD_FILE)
+    refuse_no_shard(folder)
     path = folder / SHARD_FILE
     manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
     has_list = "images" in manifest.model_fields_set

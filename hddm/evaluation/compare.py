@@ -18,11 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from scipy.stats import t as student
+from scipy.special import stdtr, stdtrit
 
-from hddm.evaluation.measures import Distance, KernelDistance, Memorisation, PrecisionRecall
 from hddm.evaluation.results import Evaluation, Result, ResultGroup
-from hddm.evaluation.scores import Split
+from hddm.evaluation.score_records import (
+    Distance,
+    KernelDistance,
+    Memorisation,
+    PrecisionRecall,
+    Split,
+)
 from hddm.utils.errors import counted
 from hddm.utils.records import Record
 
@@ -80,11 +85,11 @@ class Gap:
         """Two-sided p-value of the hypothesis that the mean is 0."""
         if self.error == 0:
             return float(self.mean == 0)
-        return 2 * float(student.sf(abs(self.mean) / self.error, self.freedom))
+        return 2 * float(stdtr(self.freedom, -abs(self.mean) / self.error))
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
         """Confidence interval of the mean at 1 - ``level``."""
-        half = float(student.ppf(1 - level / 2, self.freedom)) * self.error
+        half = float(stdtrit(self.freedom, 1 - level / 2)) * self.error
         return self.mean - half, self.mean + half
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from hddm.evaluation.features import FEATURES, open_extractor, save_classifier
 from hddm.evaluation.images import (
     ImageGroup,
-    Role,
-    SamplingRecord,
     alike,
     class_numbers,
     conditions,
@@ -17,6 +15,7 @@ from hddm.evaluation.images import (
 )
 from hddm.evaluation.measures import has_few
 from hddm.evaluation.results import Evaluation, EvaluationData, versions_of, write_result
+from hddm.evaluation.score_records import Role, SamplingRecord
 from hddm.evaluation.scores import Scorer, Side
 from hddm.settings import EvaluationSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, counted

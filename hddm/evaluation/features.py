@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.images import ImageSet, to_bytes, to_unit_range
+from hddm.evaluation.score_records import FeaturesRecord
 from hddm.networks.efficientnet import (
     DIMENSIONS,
     EFFICIENTNET,
@@ -26,7 +27,6 @@ from hddm.networks.efficientnet import (
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of, write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import read_safetensors
 
@@ -148,21 +148,6 @@ def weights_hash(weights: Mapping[str, Tensor]) -> str:
 
 FeatureFunction = Callable[[Tensor], Tensor]
 """Images (n, C, H, W) in [-1, 1] to features (n, dimensions) on the CPU."""
-
-
-class FeaturesRecord(OpenRecord):
-    """The features that distances are measured on.
-
-    ``hash`` is of the weights, ``resize`` describes the resizing to the network's input, ``choice`` the
-    reason for these features, ``device`` where the network runs.
-    """
-
-    name: str
-    dimensions: Count = 0
-    hash: str = ""
-    resize: str = "none"
-    choice: str = ""
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)

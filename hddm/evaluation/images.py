@@ -5,12 +5,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
 from hddm.data.images import ImageSet, pixel_digest, read_image, shared_images, stack, too_many_bad
@@ -18,13 +17,11 @@ from hddm.data.shard_records import named_shards, open_images, read_manifest
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
-from hddm.evaluation.measures import FEWEST_IMAGES
+from hddm.evaluation.score_records import FEWEST_IMAGES, DataRecord, Role, SamplingRecord
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import SAMPLING_FILE, Count, OpenRecord, parse_record
+from hddm.utils.records import SAMPLING_FILE, parse_record
 
-Role = Literal["images", "reference", "validation", "held_out"]
-"""Role of a path: samples, training images, or images that no model was trained on."""
 _FRESH: tuple[Role, ...] = ("validation", "held_out")
 """Roles of images that no model was trained on."""
 _KNOWN: dict[Role, str] = {
@@ -41,31 +38,6 @@ class ReadImage(NamedTuple):
     name: str
     pixels: NDArray[np.uint8]
     label: int | None
-
-
-class SamplingRecord(OpenRecord):
-    """What evaluations read of ``sampling.json``."""
-
-    source: str | None = None
-    source_sha256: str | None = None
-    num_images: Count | None = None
-    start: Count = 0
-    class_labels: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**31)], ...] | None = None
-    class_names: tuple[str, ...] | None = None
-    prompts: tuple[str, ...] | None = None
-
-
-class DataRecord(OpenRecord):
-    """Record of measured images; ``hash`` covers all pixels, whatever their order, names and encoding.
-
-    ``shape`` is (C, H, W), with C = 3 where some images are in colour; ``skipped`` names unreadable ones.
-    """
-
-    path: str = ""
-    images: Count
-    hash: str
-    shape: tuple[Count, ...] = ()
-    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

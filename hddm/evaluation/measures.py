@@ -3,24 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
+from hddm.evaluation.score_records import (
+    FEWEST_IMAGES,
+    Distance,
+    KernelDistance,
+    Memorisation,
+    PrecisionRecall,
+)
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Count, OpenRecord, Share
 from hddm.utils.streams import Use, generator, stream
 
 Features = NDArray[np.float64]
-Number = Annotated[float, Field(ge=-1e30, le=1e30)]
-"""A number whose square, and sums of it, are finite too."""
-Width = Annotated[Number, Field(ge=0)]
-FEWEST_IMAGES = 4
-"""Fewest images per side that all measures work for."""
 NEIGHBOURS = 3
 MOST_IMAGES = 10_000
 _BLOCKS = 10
@@ -100,15 +99,6 @@ class Resampling:
         return _distance(mean, trace, scaled @ scaled.T, self._target)
 
 
-class Distance(OpenRecord):
-    """A Fréchet distance and the half-width of its 95 % interval from resampling one side."""
-
-    value: Number
-    half_width: Width | None = None
-    few_images: bool = False
-    """True if one side has no more images than features, so the distance does not compare."""
-
-
 def measure(
     features: Features, reference: Features, resamples: int = 100, seed: int = 0
 ) -> Distance:
@@ -142,16 +132,6 @@ def has_few(dimensions: int, counts: Sequence[int], allow_few: bool = True) -> b
             f"{' and '.join(map(str, counts))}; `allow_few=True` computes a number that is not comparable"
         )
     return few
-
-
-class KernelDistance(OpenRecord):
-    """Squared maximum mean discrepancy (may be negative for similar sets) and its standard error.
-
-    The error is over draws of the samples, with a fixed reference.
-    """
-
-    value: Number
-    standard_error: Width = 0.0
 
 
 def kernel_distance(
@@ -214,14 +194,6 @@ def _kernel(a: Features, b: Features) -> Features:
     return values
 
 
-class PrecisionRecall(OpenRecord):
-    """Shares in [0, 1]; both depend on the number of ``images`` per side, so only equal numbers compare."""
-
-    precision: Share
-    recall: Share
-    images: Annotated[Count, Field(ge=1)]
-
-
 def precision_recall(
     features: Tensor,
     reference: Tensor,
@@ -275,19 +247,6 @@ PAIRS = 20_000
 """Most pairs measured per condition."""
 
 
-class ConditionDiversity(OpenRecord):
-    """Mean distance between the features of two images of one condition, averaged over ``conditions``.
-
-    ``reference`` is that of training images of the same classes, if any.
-    """
-
-    distance: Literal["features"] = "features"
-    """Older results may have another, which does not compare."""
-    conditions: Count = 0
-    images: Number
-    reference: Number | None = None
-
-
 def diversity(features: Tensor, reference: Tensor) -> float:
     """Mean distance between pairs of ``features`` (n, d), over that of ``reference`` (m, d).
 
@@ -331,25 +290,6 @@ def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     draws = np.random.default_rng(stream(seed, Use.DIVERSITY_PAIRS))
     first = draws.integers(num, size=most)
     return first, (first + draws.integers(1, num, size=most)) % num
-
-
-class Memorisation(OpenRecord):
-    """Distances of samples to their nearest training image, against those of held-out images.
-
-    ``ratio`` of the means is about 1 if samples are as far from the training images as held-out images are,
-    well below 1 if they repeat them, above 1 if they are off the data. ``half_width`` is that of its 95 %
-    interval. ``share_near`` is the share of samples nearer to a training image than 95 % of the held-out
-    images are: 0.05 for fresh images; None with ``few_images``. ``copies`` counts held-out images that are
-    also training images, which hides memorisation. If ``mirrored``, distances are to the nearer of a training
-    image and its mirror image; otherwise a mirrored copy passes for a new image.
-    """
-
-    ratio: Number
-    half_width: Width | None = None
-    share_near: Share | None = None
-    few_images: bool = False
-    copies: Count = 0
-    mirrored: bool = False
 
 
 def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memorisation:

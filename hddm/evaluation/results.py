@@ -10,10 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hddm.evaluation.features import FeaturesRecord
-from hddm.evaluation.images import DataRecord, SamplingRecord
-from hddm.evaluation.measures import Width
-from hddm.evaluation.scores import Scores
+from hddm.evaluation.score_records import DataRecord, FeaturesRecord, SamplingRecord, Scores, Width
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_whole
 from hddm.utils.records import OpenRecord, Record, read_record

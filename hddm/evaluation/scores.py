@@ -4,23 +4,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
 from hddm.evaluation.features import FeatureExtractor
 from hddm.evaluation.measures import (
-    FEWEST_IMAGES,
-    ConditionDiversity,
-    Distance,
     Features,
-    KernelDistance,
-    Memorisation,
-    Number,
-    PrecisionRecall,
     diversity,
     has_few,
     kernel_distance,
@@ -30,99 +22,21 @@ from hddm.evaluation.measures import (
     precision_recall,
     within_conditions,
 )
+from hddm.evaluation.score_records import (
+    FEWEST_IMAGES,
+    RECOGNISED,
+    ConditionDiversity,
+    DomainScores,
+    Recognised,
+    Scores,
+    Split,
+    SplitScores,
+)
 from hddm.utils.progress import Progress
-from hddm.utils.records import Count, OpenRecord, Share
 
 _BATCH = 512
-RECOGNISED = 0.9
-"""An image is recognised if the classifier's probability of some class is above this."""
-LEARNED = 0.5
-"""A model has learned if its samples are recognised at least this many times as often as real images, and
-have at least this many times the precision and the recall of real images."""
 SHOWN = 24
 """Samples whose classes are recorded, for the pictures of a report."""
-
-Split = Literal["training", "validation", "held_out"]
-"""Images that models are trained on, that settings are chosen by, and that nothing is chosen by."""
-
-
-class SplitScores(OpenRecord):
-    """Scores against the images of one ``split``.
-
-    The kernel distance, and the ``overlap`` with training images, are None unless the scorer is complete.
-    """
-
-    split: Split
-    distance: Distance | None = None
-    """None where a domain has no more images than features."""
-    kernel: KernelDistance | None = None
-    overlap: PrecisionRecall | None = None
-    real_overlap: PrecisionRecall | None = None
-    """Of as many training images in the place of the samples; None if the split is of training images."""
-
-
-class DomainScores(OpenRecord):
-    """Scores of the samples of one domain, by the classifier: their number and ``share`` of all samples.
-
-    Distances are of these samples to the domain's own images. Precision and recall are of all samples, so
-    recall is the share of the domain's images with a sample close by.
-    """
-
-    domain: str
-    images: Count
-    share: Share
-    splits: tuple[SplitScores, ...] = ()
-
-
-class Recognised(OpenRecord):
-    """Shares of the samples and of real images that a classifier recognises, and its classes of the samples.
-
-    Real images are those not trained on, where there are some. ``classes`` counts the samples of each class
-    by name, or number; ``first`` lists the classes of the first samples.
-    """
-
-    share: Share
-    real: Share
-    classes: dict[str, Count] = Field(default_factory=dict)
-    first: tuple[str, ...] = ()
-
-
-class Scores(OpenRecord):
-    """Scores of a set of ``images``.
-
-    What needs images not trained on, labels, domains or a classifier is None or empty without them.
-    The diversity within conditions needs a complete `Scorer`. ``label_accuracy`` is the share of samples of
-    the class that they were made for.
-    """
-
-    images: Count = 0
-    splits: tuple[SplitScores, ...] = ()
-    diversity: Number | None = None
-    memorisation: Memorisation | None = None
-    within_conditions: ConditionDiversity | None = None
-    recognised: Recognised | None = None
-    domains: tuple[DomainScores, ...] = ()
-    label_accuracy: Share | None = None
-
-    @property
-    def beside_real(self) -> dict[str, tuple[float, float]]:
-        """Share recognised, precision and recall: of the samples, and of real images.
-
-        They show whether a model has learned (`LEARNED`). Only those that were measured are there; precision
-        and recall are on images not trained on.
-        """
-        found: dict[str, tuple[float, float]] = {}
-        if self.recognised is not None:
-            found["recognised"] = self.recognised.share, self.recognised.real
-        for one in self.splits:
-            if one.overlap is not None and one.real_overlap is not None:
-                found["precision"] = one.overlap.precision, one.real_overlap.precision
-                found["recall"] = one.overlap.recall, one.real_overlap.recall
-        return found
-
-    def to(self, split: Split) -> Distance | None:
-        """Fréchet distance to the images of ``split``, None if there were none."""
-        return next((one.distance for one in self.splits if one.split == split), None)
 
 
 @dataclass(frozen=True)

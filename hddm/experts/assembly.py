@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.condition_names import TEXT
+from hddm.experts.adapter_records import BASES, bases_in
 from hddm.experts.compatibility import (
     candidates_of,
     common_shift,
@@ -23,46 +24,41 @@ from hddm.experts.compatibility import (
 from hddm.experts.components import arrange
 from hddm.experts.decisions import SHARE_TOLERANCE, index_of, with_settings
 from hddm.experts.ensemble_folders import (
-    COMPONENTS,
     ENSEMBLE_FILE,
+    bases_of,
+    refuse_damaged_ensemble,
+    write_ensemble_records,
+)
+from hddm.experts.ensemble_records import (
+    COMPONENTS,
+    KEPT,
     MOMENTS,
     MOMENTS_EVIDENCE,
+    PIPELINE_CODE,
+    PIPELINE_FILE,
     RELIABILITY,
     ROUTER,
     EnsembleRecord,
     Member,
     ReliabilityRecord,
-    bases_of,
     components_in,
     name_of,
     read_ensemble_record,
-    refuse_damaged_ensemble,
-    write_ensemble_records,
 )
-from hddm.experts.expert import Expert, experts_in, open_expert, read_experts, with_decisions
-from hddm.experts.kept import KEPT, put_component
-from hddm.experts.lora import BASES, bases_in
-from hddm.experts.parts import domains_of, parts_of
-from hddm.experts.records import (
-    FILES,
-    FORMAT,
-    ROUTER_FILE,
-    RouterRecord,
-    foreign_files,
-    open_router,
-    read_nulls,
-    read_router,
-    weights_in,
-)
+from hddm.experts.expert import Expert, experts_in, read_experts, with_decisions
+from hddm.experts.expert_folders import open_expert
+from hddm.experts.kept import put_component
+from hddm.experts.parts import parts_of
+from hddm.experts.record_folders import open_router, read_nulls, read_router
+from hddm.experts.records import FILES, FORMAT, ROUTER_FILE, RouterRecord, foreign_files, weights_in
+from hddm.experts.shares import domains_of
 from hddm.fit import Findings, are_alike, compare_kinds
-from hddm.networks.components import MODEL_INDEX
-from hddm.networks.folders import sha256_once
 from hddm.networks.programs.permission import opens_programs
 from hddm.settings import AssemblySettings, keywords
 from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
-from hddm.utils.records import MANIFEST, damage, read_record, refuse_damaged
+from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore, sha256_once
+from hddm.utils.records import MANIFEST, MODEL_INDEX, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 
@@ -85,22 +81,6 @@ WEIGHED = RecommendedStrategy(
     "the default where weights by noise level mix experts of the same data: the mix had fewer bits per "
     "dimension than one expert per image, and samples nearer to real images",
 )
-
-
-PIPELINE_FILE = "pipeline.py"
-PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
-
-    DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
-"""
-
-from importlib import import_module
-
-try:
-    HDDMPipeline = import_module("hddm").HDDMPipeline
-except (ImportError, AttributeError) as error:
-    raise ImportError("this folder is an ensemble of hddm; pip install . in a checkout of hddm") from error
-'''
-"""After a plain import statement diffusers would advise to install "hddm", the name of another project."""
 
 
 _OWN = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
@@ -480,19 +460,6 @@ def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[st
             refuse_damaged(router, damage(router, ROUTER_FILE, sha256=sha256_once))
             read_router(router)
     found.refuse("files are not those that were written with them, and nothing was written:")
-
-
-def foreign_pipeline(folder: Path) -> str | None:
-    """How `PIPELINE_FILE` in an ensemble differs from hddm's; None for that, and without one."""
-    path = folder / PIPELINE_FILE
-    if not (path.exists() or path.is_symlink()) or (
-        path.is_file() and path.read_bytes() == PIPELINE_CODE
-    ):
-        return None
-    return (
-        f"{PIPELINE_FILE}: is not hddm's, and diffusers would run it; remove it, or replace it by hddm "
-        f"assemble {folder} --diffusers-pipeline"
-    )
 
 
 def _link(files: Sequence[Path], target: Path) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from hddm.classes import join_classes
 from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import overlap
+from hddm.experts.ensemble_records import numbered
 from hddm.experts.expert import Expert
-from hddm.experts.kept import numbered
-from hddm.experts.parts import domains_of, numbers_of, vaes_of
+from hddm.experts.parts import numbers_of, vaes_of
 from hddm.experts.records import RouterRecord
+from hddm.experts.shares import domains_of
 from hddm.fit import Candidate, Findings, compare
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.router_condition import RouterCondition

@@ -9,9 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hddm.experts.ensemble_folders import COMPONENTS, held_by
+from hddm.experts.ensemble_records import (
+    COMPONENTS,
+    KEPT,
+    MOST_ENCODERS,
+    held_by,
+    kept_components,
+    numbered,
+)
 from hddm.experts.expert import Expert, experts_in, with_decisions
-from hddm.experts.kept import KEPT, MOST_ENCODERS, kept_components, numbered
 from hddm.experts.parts import numbers_of, topics_of, vaes_of
 from hddm.fit import Findings
 from hddm.networks.components import read_config

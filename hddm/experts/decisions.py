@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hddm.experts.ensemble_folders import label
+from hddm.experts.ensemble_records import label
 from hddm.experts.expert import Expert, with_decisions
-from hddm.experts.parts import domains_of
+from hddm.experts.shares import domains_of
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import read_yaml
 from hddm.utils.records import composed

@@ -10,87 +10,54 @@ vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones a
                          text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
 manifest.json            the hashes of all these (`hddm.utils.records`)
 
-``model_index.json`` is foreign text: a component may be of the classes listed in `CLASSES` and of no other,
-so nothing that a folder says decides which code runs.
+The records are defined and read in `hddm.experts.ensemble_records`.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
 
 import diffusers
-from pydantic import Field
 
-from hddm.experts.kept import KEPT, MOST_ENCODERS, ClassName, named, numbered, unnumbered
-from hddm.experts.lora import BASES, base_of, check_base
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record, write_records
-from hddm.networks.components import MODEL_INDEX
-from hddm.networks.encoders import ALONE, READ_VAES
-from hddm.networks.folders import WEIGHTS, sha256_once
-from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.utils.errors import HddmError, an, did_you_mean, one_line
+from hddm.experts.adapter_records import BASES, base_of, check_base
+from hddm.experts.ensemble_records import (
+    CLASSES,
+    ENSEMBLE_FORMAT,
+    KEPT,
+    NEEDED,
+    PIPELINE_CLASS,
+    ROUTER,
+    SCHEDULER_CLASS,
+    SCHEDULER_FILE,
+    ClassName,
+    EnsembleRecord,
+)
+from hddm.experts.record_folders import write_records
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record
+from hddm.utils.errors import HddmError, an
 from hddm.utils.files import (
     alone,
     inside,
     is_draft,
     link_or_copy,
     new_folder,
-    read_json,
+    sha256_once,
     write_json,
 )
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     HASHES,
     MANIFEST,
-    ComposedName,
-    Count,
-    OlderFormat,
-    PositiveNumber,
-    Record,
-    Share,
-    SparseRecord,
+    MODEL_INDEX,
+    WEIGHTS,
     damage,
     ensemble_around,
-    read_record,
     refuse_damaged,
     rewrite_entry,
     write_manifest,
 )
 
-ROUTER = "router"
-PIPELINE_CLASS = "HDDMPipeline"
-SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
-SCHEDULER_FILE = "scheduler/scheduler_config.json"
-
-
-def _all_components() -> tuple[str, ...]:
-    names: list[str] = []
-    for number in range(MOST_ENCODERS):
-        names += [numbered(name, number) for name in KEPT]
-    return tuple(names)
-
-
-COMPONENTS = _all_components()
-"""Components that an ensemble may have besides networks and scheduler."""
-_KINDS: Mapping[str, tuple[ClassName, ...]] = {
-    "vae": tuple(("diffusers", name) for name in READ_VAES),
-    "text_encoder": (
-        *map(named, ALONE),
-        ("hddm", "PromptEncoders"),
-    ),
-    "tokenizer": tuple(named(kind.tokenizer) for kind in ALONE),
-}
-CLASSES: Mapping[str, tuple[ClassName, ...]] = {
-    "experts": (("hddm", "ExpertSet"),),
-    "router": (("hddm", "RouterTransformer"),),
-    "scheduler": (("diffusers", SCHEDULER_CLASS),),
-    **{name: _KINDS[unnumbered(name)] for name in COMPONENTS},
-}
-"""Every component that an ensemble may have, and what it may be."""
-_NEEDED = ("experts", "scheduler")
-_RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid.
 _OTHER_GRIDS = (
     "use_dynamic_shifting",
@@ -102,20 +69,12 @@ _OTHER_GRIDS = (
     "stochastic_sampling",
 )
 
-ENSEMBLE_FORMAT = "2.0"
-MOMENTS = "moments"
-"""In place of a router's folder: a router by the experts' moments (`hddm.routers.MomentsRouter`)."""
-RELIABILITY = "reliability"
-"""In place of a router's folder: weights by noise level (`hddm.reliability.ReliabilityRouter`)."""
-MOMENTS_EVIDENCE = 10.0
-"""Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
-
 
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They are in ``given``, else where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
-    base that is missing or differs from the one at training.
+    They are in ``given``, else where `base_of` finds them. Raises `HddmError` for a base that is missing or
+    differs from the one at training.
     """
     found = {}
     for folder in experts:
@@ -127,138 +86,6 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     return found
 
 
-ShareWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Member(SparseRecord):
-    """An expert in ``ensemble.json``: what was decided on it; all else is in its own record."""
-
-    sparse = ("trusted",)
-
-    folder: str
-    name: str | None = None
-    """The name of the folder that it came from."""
-    share: ShareWeight | None = None
-    """Its share of all data, set by hand; None: by the size of its shard. If every expert has one, they are
-    normalised; else each is a fraction of 1."""
-    classes: tuple[ComposedName, ...] = ()
-    """Names of its classes, set by hand; empty: those in its record."""
-    domain: str | None = None
-    """Name shared by the experts of one domain, set by hand; None: experts of one shard form a domain."""
-    output: Count | None = None
-    """Its output of the router, set by hand or by its place; None: found by the hash of its shard."""
-    vae: VaeRecord | None = None
-    """The VAE whose latents it is taken to make, where its record does not say."""
-    text_encoder: TextEncoderRecord | None = None
-    """The text encoder that it is taken to read, where its record does not say."""
-    trusted: tuple[Literal["vae", "text_encoder"], ...] = ()
-    """What the caller stated to be its own, and no record confirms (``trust_components``)."""
-    class_shares: dict[ComposedName, ShareWeight] = Field(default_factory=dict)
-    """p(k | class) by class name, set in Python; empty: counted from the experts' shards."""
-
-    @property
-    def label(self) -> str:
-        """Its folder and, where it had another one, that name: ``experts/0 (mine)``."""
-        return label(self.folder, self.name or self.folder)
-
-
-class ReliabilityRecord(Record):
-    """Weights of the experts by noise level, measured on held-out images."""
-
-    times: Annotated[tuple[Share, ...], Field(min_length=1)]
-    weights: tuple[tuple[ShareWeight, ...], ...]
-    """A row for each time."""
-    data: str
-    """Hash of the images."""
-    images: Annotated[int, Field(ge=1)]
-    """Number of them that were looked at."""
-
-
-class EnsembleRecord(SparseRecord):
-    """``ensemble.json``."""
-
-    sparse = ("reliability", "strategy_reason")
-    oldest: ClassVar[str] = "2.0"
-    remedy = (
-        "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router "
-        "--out NEW"
-    )
-
-    format: str = ENSEMBLE_FORMAT
-    experts: Annotated[tuple[Member, ...], Field(min_length=1)]
-    router: str | None = None
-    """Folder of a learned router, `MOMENTS`, `RELIABILITY`, or None."""
-    evidence: PositiveNumber = MOMENTS_EVIDENCE
-    """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
-    reliability: ReliabilityRecord | None = None
-    """Factors on the router's probabilities; without a router the weights themselves."""
-    strategy: str = "draw"
-    strategy_reason: str | None = None
-    """Why it is recommended; None where someone chose it."""
-    shift: PositiveNumber = 1.0
-    """Shift of the time grid (`hddm.times.time_grid`)."""
-
-    @property
-    def learned(self) -> str | None:
-        """Folder of the learned router that routes."""
-        return None if self.router in (MOMENTS, RELIABILITY) else self.router
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the experts, or else their folders."""
-        return [member.name or member.folder for member in self.experts]
-
-
-def read_ensemble_record(folder: Path) -> EnsembleRecord:
-    """Read ``ensemble.json``; `HddmError` for a path or link that leaves the folder, before it is opened."""
-    path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
-    record, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
-    origins = {member.folder: path for member in record.experts}
-    if record.learned is not None:
-        origins[record.learned] = path
-    for base in (folder / BASES).glob("*"):
-        origins[f"{BASES}/{base.name}"] = path
-    for name in ("scheduler", *COMPONENTS):
-        if kinds[name] is not None:
-            origins[name] = index
-    for name, origin in origins.items():
-        try:
-            inside(folder, name)
-            for file in (folder / name).glob("*"):
-                inside(folder, file.relative_to(folder).as_posix())
-        except HddmError as error:
-            raise HddmError(
-                f"{origin}: names {name!r}, outside the folder; refused ({error})"
-            ) from error
-    return record
-
-
-def components_in(folder: Path) -> tuple[str, ...]:
-    """`COMPONENTS` that an ensemble folder names."""
-    kinds = read_model_index(folder)
-    return tuple(name for name in COMPONENTS if kinds[name] is not None)
-
-
-def read_model_index(folder: Path) -> dict[str, ClassName | None]:
-    """Library and class of every component in `CLASSES`, None for absent ones.
-
-    Raises a one-line `HddmError` with file, key and value for a key or a class that is not listed (such as
-    ``auto_map``, ``custom_pipeline`` and module paths), and where experts or scheduler are missing.
-    """
-    path = folder / MODEL_INDEX
-    content = read_json(path)
-    if content.get("_class_name") != PIPELINE_CLASS:
-        stated = one_line(repr(content.get("_class_name")))
-        raise HddmError(f"{path}: _class_name is {stated}, not {PIPELINE_CLASS!r}")
-    for key, value in content.items():
-        if key not in CLASSES and key not in _RECORDS:
-            near = did_you_mean(key, CLASSES)
-            raise HddmError(
-                f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused"
-            )
-    return {name: _class_of(path, name, content.get(name)) for name in CLASSES}
-
-
 def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
     """Write ``model_index.json``; experts and scheduler are always named."""
     content: dict[str, object] = {
@@ -266,25 +93,13 @@ def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
         "_diffusers_version": diffusers.__version__,
     }
     for name in CLASSES:
-        if name in _NEEDED:
+        if name in NEEDED:
             content[name] = CLASSES[name][0]
         elif name in classes:
             content[name] = classes[name]
         elif name in (ROUTER, *KEPT):
             content[name] = (None, None)
     write_json(folder / MODEL_INDEX, content)
-
-
-def _class_of(path: Path, component: str, value: object) -> ClassName | None:
-    if value in (None, [None, None]) and component not in _NEEDED:
-        return None
-    for known in CLASSES[component]:
-        if value == list(known):
-            return known
-    options = " or ".join(str(list(known)) for known in CLASSES[component])
-    raise HddmError(
-        f"{path}: {component} is {one_line(repr(value))}, and may be {options}; refused"
-    )
 
 
 def write_scheduler(folder: Path, shift: float) -> None:
@@ -305,40 +120,6 @@ def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
         problem = f"the scheduler is {an(kind)}, and hddm's time grid has the shift alone"
         raise HddmError(f"{problem}: take a {SCHEDULER_CLASS} for the shift, and choose by solver=")
     return float(scheduler.shift)
-
-
-def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
-    """The ensemble that holds an expert's folder, its record, and the expert's index; None without one."""
-    whole = ensemble_around(expert.resolve())
-    if whole is None:
-        return None
-    try:
-        record = read_ensemble_record(whole)
-    except OlderFormat:
-        # Its experts can be assembled anew.
-        return None
-    for k, member in enumerate(record.experts):
-        if (whole / member.folder).resolve() == expert.resolve():
-            return whole, record, k
-    return None
-
-
-def name_of(expert: Path) -> str:
-    """Name of an expert's folder; of one in an ensemble its name there, where it has one."""
-    held = held_by(expert)
-    if held is not None:
-        _, record, k = held
-        name = record.experts[k].name
-        if name is not None:
-            return name
-    # A name that is no Unicode could not be read again.
-    return os.fsencode(Path(os.path.abspath(expert)).name).decode(errors="replace")
-
-
-def label(folder: str, name: str) -> str:
-    """The expert's folder, followed by its name if the two differ."""
-    shown = one_line(name if name.isprintable() else ascii(name), 60)
-    return folder if Path(name).name == Path(folder).name else f"{folder} ({shown})"
 
 
 def refuse_damaged_ensemble(folder: Path, record: EnsembleRecord, experts: Collection[int]) -> None:

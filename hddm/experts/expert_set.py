@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.expert import Expert, as_field, decided, own_network, save_expert, stored
+from hddm.experts.ensemble_records import EnsembleRecord, Member
+from hddm.experts.expert import Expert, decided
+from hddm.experts.expert_folders import apart, as_field, own_network, save_expert, stored
 from hddm.experts.records import WEAK_FILE, ExpertRecord
 from hddm.experts.sharing import shared_networks
 from hddm.networks.offload import Offload, Shelf, StoredNetwork, holder_of
@@ -47,7 +48,7 @@ class ExpertSet(nn.Module):
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
         shelf = shelf or Shelf()
-        self._experts = tuple(one.apart() for one in experts)
+        self._experts = tuple(map(apart, experts))
         shared = shared_networks(self._experts, dtype, device, shelf) if shares else {}
         fields, networks = [], []
         for k, one in enumerate(self._experts):

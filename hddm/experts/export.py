@@ -15,7 +15,8 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from hddm.condition_names import LABELS
-from hddm.experts.expert import Expert, as_field, open_expert, save_expert
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import as_field, open_expert, save_expert
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.families import family_of
 from hddm.networks.families.family import Taken

@@ -3,13 +3,13 @@
 Each has a folder with its weights, configs and licence, and in an expert a manifest of its own.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hddm.networks.components import MODEL_INDEX, read_config, read_weights
+from hddm.experts.ensemble_records import ClassName, kept_components, named, unnumbered
 from hddm.networks.components import STEM as VAE_STEM
-from hddm.networks.encoders import TextEncoderClass, TokenizerClass
+from hddm.networks.components import read_config, read_weights
+from hddm.networks.encoders import TokenizerClass
 from hddm.networks.prompts import (
     index_content,
     parts_in,
@@ -24,35 +24,12 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import (
     MANIFEST,
+    MODEL_INDEX,
     damage,
     has_manifest,
     refuse_damaged,
     write_manifest,
 )
-
-ClassName = tuple[str, str]
-"""Library and class of a component, as a pipeline's index names them."""
-
-KEPT = ("vae", "text_encoder", "tokenizer")
-"""Components that a converted expert may have besides its network, one folder each."""
-MOST_ENCODERS = 3
-"""VAEs, and text encoders, of an ensemble at most."""
-
-
-def numbered(name: str, number: int) -> str:
-    """Name of a component by its number, from 0: ``vae``, ``vae_2``, ``vae_3``, as in diffusers."""
-    return name if number == 0 else f"{name}_{number + 1}"
-
-
-def unnumbered(name: str) -> str:
-    """The kind of a component, by its name: ``vae`` of ``vae_2``."""
-    return re.sub(r"_\d$", "", name)
-
-
-def named(kind: TextEncoderClass | TokenizerClass) -> ClassName:
-    """Library and class of a text encoder or tokenizer."""
-    return kind.library, kind.name
-
 
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 _TEXT_FILES = (".json", ".jinja", ".txt", ".md")
@@ -130,11 +107,6 @@ def keep_component(expert: Path, name: str, folder: Path, variant: str | None = 
     """
     put_component(expert, name, folder, variant)
     write_manifest(expert / name)
-
-
-def kept_components(expert: Path) -> dict[str, Path]:
-    """Folders of the `COMPONENTS` that an expert's folder keeps, by name; `HddmError` for one outside."""
-    return {name: expert / name for name in KEPT if inside(expert, name).is_dir()}
 
 
 def whole_components(expert: Path, sha256: Hashing | None = None) -> dict[str, Path]:

@@ -12,28 +12,35 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
+from hddm.experts.adapter_records import bases_in
 from hddm.experts.compatibility import router_condition, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
-    MOMENTS,
-    RELIABILITY,
-    ROUTER,
-    EnsembleRecord,
-    Member,
     bases_of,
-    components_in,
-    name_of,
-    read_ensemble_record,
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
-from hddm.experts.expert import Expert, decided, experts_in, field_of, open_expert
+from hddm.experts.ensemble_records import (
+    KEPT,
+    MOMENTS,
+    RELIABILITY,
+    ROUTER,
+    ClassName,
+    EnsembleRecord,
+    Member,
+    components_in,
+    name_of,
+    numbered,
+    read_ensemble_record,
+)
+from hddm.experts.expert import Expert, decided, experts_in
+from hddm.experts.expert_folders import field_of, open_expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.kept import KEPT, ClassName, numbered, whole_components
-from hddm.experts.lora import bases_in
+from hddm.experts.kept import whole_components
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
-from hddm.experts.records import EXPERT_FILE, RouterRecord, not_a_model, read_router, save_router
+from hddm.experts.record_folders import read_router, save_router
+from hddm.experts.records import EXPERT_FILE, RouterRecord, no_model
 from hddm.fit import Findings
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.programs.permission import programs_allowed
@@ -157,9 +164,7 @@ def open_ensemble(
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
         return _paris(folder, dtype, experts)
-    raise not_a_model(
-        folder, f"neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE})"
-    )
+    raise no_model(folder)
 
 
 def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:

@@ -20,13 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from hddm.condition_names import TEXT
-from hddm.experts.ensemble_folders import SCHEDULER_FILE
+from hddm.experts.ensemble_records import SCHEDULER_FILE
 from hddm.experts.expert import Expert
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord
+from hddm.experts.records import EXPERT_FILE, PARIS_EXPERT, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.families.expert import EXPERT
-from hddm.networks.folders import Unread, unread
+from hddm.networks.folders import unread
 from hddm.networks.text_encoder import text_encoder_record_of
 from hddm.networks.transformers import RouterTransformer
+from hddm.networks.unread import Unread
 from hddm.networks.vae import vae_record_of
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
@@ -178,7 +179,7 @@ def _component(folder: Path, name: str) -> Path | None:
 def _numbers(folder: Path) -> list[int]:
     """Numbers of the folders ``expert_<number>`` in order; there may be gaps."""
     numbers = []
-    for path in folder.glob("expert_*"):
+    for path in folder.glob(f"{PARIS_EXPERT}*"):
         match = re.fullmatch(r"expert_(0|[1-9][0-9]{0,3})", path.name)
         if match:
             numbers.append(int(match[1]))

@@ -1,33 +1,28 @@
 """Records of experts and routers on disk, which define what the weights beside them mean.
 
-`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``. An expert that is opened is in
-`hddm.experts.expert`.
+`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``. They are read without torch.
+`hddm.experts.record_folders` has the tensors beside them, `hddm.experts.expert` the expert.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, Field, model_validator
-from safetensors.torch import save_file
-from torch import Tensor
 
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.condition_names import LABELS, TEXT
-from hddm.experts.lora import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
-from hddm.networks.folders import WEIGHTS, Unread, unread_network
+from hddm.experts.adapter_records import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRecord
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder, UnreadVae, VaeRecord
 from hddm.networks.programs.archive import PROGRAM
-from hddm.networks.transformers import RouterTransformer
 from hddm.predictions import PredictionType
-from hddm.prompt_router import TOPIC
+from hddm.topic_records import TOPIC
 from hddm.units import Units
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import write_json
 from hddm.utils.records import (
     ENSEMBLE_FILE,
     MANIFEST,
+    WEIGHTS,
     WHOLE,
     AboveZero,
     ComposedName,
@@ -38,16 +33,15 @@ from hddm.utils.records import (
     SparseRecord,
     damage,
     read_record,
-    refuse_damaged,
-    write_manifest,
 )
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
-from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 FORMAT = "1.6"
 OWN_UNITS_FORMAT = "2.0"
 """Of experts that earlier releases would read without an error, and wrongly: they have data of their own."""
+PARIS_EXPERT = "expert_"
+"""Beginning of the names of the experts' folders in the Paris release (`hddm.experts.paris`)."""
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
@@ -260,28 +254,11 @@ def joint_licence(licences: Iterable[str | None]) -> str | None:
     return " AND ".join(sorted(set(filter(None, licences)))) or None
 
 
-def write_records(folder: Path, record: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
-    """Write the record beside the network in ``folder``, and a manifest of all files."""
-    if nulls:
-        save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    content = record.model_dump(mode="json") | {"format": record.needed_format}
-    write_json(folder / EXPERT_FILE, content)
-    write_manifest(folder, read=(EXPERT_FILE, *FILES))
-
-
 def weights_in(folder: Path) -> Path | None:
     """The file with the weights, or the adapter, of an expert folder."""
     return next(
         (folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()), None
     )
-
-
-def read_nulls(folder: Path) -> dict[str, Tensor]:
-    """Null conditions of an expert folder, by network keyword."""
-    path = folder / NULL_FILE
-    nulls = read_safetensors(path) if path.exists() else {}
-    refuse_non_finite(path, nulls)
-    return nulls
 
 
 def not_a_model(folder: Path, found: str) -> UsageError:
@@ -299,6 +276,28 @@ def not_a_model(folder: Path, found: str) -> UsageError:
     return UsageError(f"{folder}: {found}; {remedy}")
 
 
+def refuse_no_model(folder: Path) -> None:
+    """Raise `not_a_model` where ``folder`` holds no expert, no ensemble and no part of the Paris release.
+
+    Names of files decide, so that a slip is found before libraries are imported to open a model.
+    """
+    is_model = any((folder / record).exists() for record in (EXPERT_FILE, ENSEMBLE_FILE))
+    if not is_model and not any(folder.glob(f"{PARIS_EXPERT}*")):
+        raise no_model(folder)
+
+
+def no_model(folder: Path) -> UsageError:
+    """The error for a folder that holds neither an expert nor an ensemble."""
+    found = f"neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE})"
+    return not_a_model(folder, found)
+
+
+def refuse_no_expert(folder: Path) -> None:
+    """Raise `not_a_model` where ``folder`` is no expert folder."""
+    if not (folder / EXPERT_FILE).exists():
+        raise not_a_model(folder, f"no expert folder ({EXPERT_FILE})")
+
+
 def _remedy_for_file(path: Path) -> str:
     """What to name in place of a file: the model's folder that it belongs to, or an expert made of it."""
     if any((path.parent / record).exists() for record in (EXPERT_FILE, ENSEMBLE_FILE)):
@@ -308,8 +307,7 @@ def _remedy_for_file(path: Path) -> str:
 
 def read_expert_record(folder: Path) -> ExpertRecord:
     """The record of an expert folder; raises as `read_record`, and `not_a_model`."""
-    if not (folder / EXPERT_FILE).exists():
-        raise not_a_model(folder, f"no expert folder ({EXPERT_FILE})")
+    refuse_no_expert(folder)
     return read_record(folder / EXPERT_FILE, ExpertRecord, OWN_UNITS_FORMAT)
 
 
@@ -319,53 +317,6 @@ def remedy(folder: Path) -> str:
         "copy it again, whole, from where it was made, or train it anew; a calibration alone is mended by "
         f"hddm calibrate {folder}"
     )
-
-
-def save_router(folder: Path, network: RouterTransformer, record: RouterRecord) -> None:
-    """Write a router into an existing empty ``folder``."""
-    network.save_pretrained(folder)
-    if network.null_text is not None:
-        save_file({TEXT: network.null_text.cpu().contiguous()}, folder / NULL_FILE)
-    write_json(folder / ROUTER_FILE, record.model_dump(mode="json") | {"format": FORMAT})
-    write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, NULL_FILE, "config.json"))
-
-
-def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
-    """Read a router folder except for its weights; raises as `open_expert`."""
-    record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
-    unread = unread_network(folder, {RouterTransformer.__name__: lambda: RouterTransformer})
-    config, encoder = unread.network.config, record.text_encoder
-    sees = (len(record.classes) or None, None if encoder is None else encoder.width)
-    if sees != (config.num_classes, config.text_dim):
-        raise HddmError(
-            f"{folder}: router.json says num_classes {sees[0]} and text_dim {sees[1]}, and config.json "
-            f"{config.num_classes} and {config.text_dim}"
-        )
-    return unread, record
-
-
-def read_router(
-    folder: Path, dtype: torch.dtype = torch.float32
-) -> tuple[RouterTransformer, RouterRecord]:
-    """Read a router folder; raises as `open_expert`."""
-    unread, record = open_router(folder)
-    network = unread.load(dtype)
-    refuse_damaged(folder, damage(folder, ROUTER_FILE, (NULL_FILE,)))
-    network.record = record
-    if record.text_encoder is not None:
-        network.null_text = _null_text(folder, record.text_encoder)
-    return network, record
-
-
-def _null_text(folder: Path, encoder: TextEncoderRecord) -> Tensor:
-    """Tokens (tokens, width) of the empty prompt in a router's folder."""
-    null, shape = read_nulls(folder).get(TEXT), (encoder.tokens, encoder.width)
-    if null is None or tuple(null.shape) != shape:
-        found = "no tokens" if null is None else f"tokens {tuple(null.shape)}"
-        raise HddmError(
-            f"{folder / NULL_FILE}: holds {found} of the empty prompt, not {shape}; {RouterRecord.remedy}"
-        )
-    return null.float()
 
 
 def foreign_files(folder: Path, sha256: Callable[[Path], str]) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hddm.experts.expert import Expert, own_network, prefix_of, wrapped
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import own_network, prefix_of, wrapped
 from hddm.experts.lora import Merged
 from hddm.networks.folders import WeightsReader
 from hddm.networks.offload import Shelf

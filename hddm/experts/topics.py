@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from hddm.data.shard_records import captions_of, read_images_manifest
-from hddm.experts.ensemble_folders import read_ensemble_record, replace_file
-from hddm.experts.kept import kept_components
+from hddm.experts.ensemble_folders import replace_file
+from hddm.experts.ensemble_records import kept_components, read_ensemble_record
 from hddm.experts.records import read_expert_record
 from hddm.networks.prompts import read_texts, refuse_without_tokenizer, several_in, texts_record_of
 from hddm.networks.text_encoder import embed
 from hddm.networks.tokenizer import read_tokenizer
-from hddm.prompt_router import TOPIC, Topic, TopicRecord
+from hddm.prompt_router import Topic
+from hddm.topic_records import TOPIC, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import START
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.assembly import foreign_pipeline
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_record
-from hddm.experts.expert import Expert, field_of, open_expert
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE
+from hddm.experts.ensemble_records import foreign_pipeline, read_ensemble_record
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import field_of, open_expert
 from hddm.experts.kept import whole_components
-from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, ExpertRecord, foreign_files
 from hddm.experts.shard_images import (
     check_fit,
@@ -28,10 +29,9 @@ from hddm.experts.shard_images import (
     conditions_of_rows,
     evenly_spaced,
 )
-from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import sha256_of
-from hddm.utils.records import HASHES, damage
+from hddm.utils.records import HASHES, WEIGHTS, damage
 from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
 
@@ -114,7 +114,7 @@ def verify_expert(
         with errors_as(UsageError):
             found.notes += [] if shard is None else _check_images(shard, unread)
         found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
-        expert = unread.read(torch.float32)
+        expert = unread.read()
         if unread.weak is not None:
             unread.weak.read(torch.float32)
         reading = field_of(expert, place)

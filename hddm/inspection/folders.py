@@ -13,13 +13,14 @@ from hddm.data.shard_records import (
     read_manifest,
 )
 from hddm.data.sources.base import PARQUET, TAR, find_files
+from hddm.inspection.models import FOLDERS
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, read_run, step_of
 from hddm.utils.files import refuse_pickle
 from hddm.utils.records import (
     BENCHMARK_FILE,
-    ENSEMBLE_FILE,
     EXPERT_FILE,
     FEATURES_FILE,
+    MODEL_INDEX,
     RESULTS_FILE,
     ROUTER_FILE,
     SAMPLING_FILE,
@@ -28,16 +29,19 @@ from hddm.utils.records import (
 )
 
 Describe = Callable[[Path], dict[str, Any]]
-_MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE, "model_index.json", "config.json")
+_CHECKPOINTS = (MODEL_INDEX, "config.json")
 
 
 def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
     """Describe anything that hddm writes, images, or a checkpoint; ``kind`` says what it is.
 
     ``read_by`` names the command that reads it, where it is another one. ``allow_pickle`` and ``variant`` are
-    for checkpoints. Raises `HddmError` as `hddm.inspection.models.inspect_model`.
+    for checkpoints. Raises `HddmError` as `hddm.inspection.checkpoints.inspect_checkpoint`.
     """
-    if not any((path / record).exists() for record in _MODELS):
+    for record, describe in FOLDERS.items():
+        if (path / record).exists():
+            return describe(path)
+    if not any((path / record).exists() for record in _CHECKPOINTS):
         found = _description_for(path)
         if found is None and _holds_images(path):
             found = _read_by("images", "hddm data check, hddm partition")
@@ -46,9 +50,9 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     if path.is_file():
         refuse_pickle(path, allow_pickle)
     # Imported here: it imports torch.
-    from hddm.inspection.models import inspect_model
+    from hddm.inspection.checkpoints import inspect_checkpoint
 
-    return inspect_model(path, allow_pickle, variant)
+    return inspect_checkpoint(path, allow_pickle, variant)
 
 
 def _description_for(path: Path) -> Describe | None:

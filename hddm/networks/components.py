@@ -20,10 +20,10 @@ from hddm.networks.encoders import HELD_CODE
 from hddm.utils.errors import HddmError, an, shown
 from hddm.utils.files import file_kind, inside, read_json, write_json
 from hddm.utils.pickles import read_pickle
+from hddm.utils.records import MODEL_INDEX, WEIGHTS
 from hddm.utils.tensors import Planned, read_safetensors, write_safetensors
 
-MODEL_INDEX = "model_index.json"
-STEM = "diffusion_pytorch_model"
+STEM = WEIGHTS.removesuffix(".safetensors")
 """Name of weights files of diffusers, without variant and ending."""
 _TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")

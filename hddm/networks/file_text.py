@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.networks.components import MODEL_INDEX, Held
+from hddm.networks.components import Held
 from hddm.networks.encoders import CLIP_TOKENIZER
 from hddm.networks.identity import TextEncoderRecord, UnreadTextEncoder
 from hddm.networks.prompts import encoders_in, index_content, joint_record, tokenizer_of
@@ -32,6 +32,7 @@ from hddm.networks.text_encoder import (
 from hddm.networks.tokenizer import read_tokenizer
 from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.files import write_json
+from hddm.utils.records import MODEL_INDEX
 
 _VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 _BEGIN, _END = "<|startoftext|>", END_OF_TEXT

@@ -8,24 +8,23 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import diffusers
 import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.networks.components import STEM
 from hddm.networks.families import Family, families, family_of, known_family
 from hddm.networks.families.former import renamed
 from hddm.networks.families.installed import may_be_added
+from hddm.networks.unread import Network, Unread
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line, shown
-from hddm.utils.files import identity_of, read_json, sha256_of
+from hddm.utils.files import identity_of, read_json
+from hddm.utils.records import WEIGHTS
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
-Network = TypeVar("Network", bound=ModelMixin)
 Classes = Mapping[str, Callable[[], type[Network]]]
 """Classes that a config may name, by their names; diffusers' own take seconds to import."""
 
@@ -221,26 +220,6 @@ def _compute(
     network.get_submodule(owner).register_buffer(leaf, computed, persistent=False)
 
 
-WEIGHTS = f"{STEM}.safetensors"
-
-
-@dataclass(frozen=True)
-class Unread(Generic[Network]):
-    """A network in evaluation mode with weights on disk: on the meta device, except for positions.
-
-    ``read(dtype)`` returns tensors by name, cast; those already of that dtype stay mapped from the file.
-    """
-
-    network: Network
-    read: Callable[[torch.dtype], dict[str, Tensor]]
-
-    def load(self, dtype: torch.dtype) -> Network:
-        """The network with its weights in ``dtype``."""
-        self.network.load_state_dict(self.read(dtype), assign=True)
-        self.network.requires_grad_(False)
-        return self.network
-
-
 def open_network(folder: Path) -> tuple[ModelMixin, dict[str, Tensor], dict[str, object]]:
     """The empty network of an expert in ``folder``, its mapped tensors and its arguments.
 
@@ -386,14 +365,3 @@ def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     for (key, value), place in zip(others.items(), places, strict=True):
         others[key] = place[: value.numel()].view(value.shape).copy_(value)
     return {**weights, **others}
-
-
-def sha256_once(path: Path) -> str:
-    """SHA-256 of a file, computed again only for a different file, under whatever name."""
-    identity = identity_of(path)
-    if identity not in _HASHES:
-        _HASHES[identity] = sha256_of(path)
-    return _HASHES[identity]
-
-
-_HASHES: dict[tuple[int, ...], str] = {}

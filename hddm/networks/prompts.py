@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hddm.condition_names import TEXT, TEXT_MASK
 from hddm.networks.clip_reading import PromptReading, read_states
-from hddm.networks.components import MODEL_INDEX, class_in, find_weights, read_config
+from hddm.networks.components import class_in, find_weights, read_config
 from hddm.networks.encoders import ALONE, T5, TextEncoderClass, TokenizerClass
 from hddm.networks.families import Family, pipelines
 from hddm.networks.families.family import Prompts
@@ -57,6 +57,7 @@ from hddm.networks.tokenizer import (
 )
 from hddm.utils.errors import HddmError, UsageError, an, in_words, one_line
 from hddm.utils.files import inside, read_json, write_json
+from hddm.utils.records import MODEL_INDEX
 from hddm.utils.tensors import append_dims
 
 ZEROS = "force_zeros_for_empty_prompt"

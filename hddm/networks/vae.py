@@ -25,7 +25,7 @@ from hddm.utils.memory import Fitting
 from hddm.utils.tensors import refuse_non_finite
 
 if TYPE_CHECKING:
-    from hddm.networks.families.vaes import Vae
+    from hddm.networks.vae_types import Vae
 
 VAE_CLASSES = of_diffusers(*READ_VAES)
 LARGEST_SCALE = 1e6

@@ -10,12 +10,8 @@ from torch import Tensor
 
 from hddm.condition_names import LABELS
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import (
-    RELIABILITY,
-    ReliabilityRecord,
-    read_ensemble_record,
-    replace_ensemble_record,
-)
+from hddm.experts.ensemble_folders import replace_ensemble_record
+from hddm.experts.ensemble_records import RELIABILITY, ReliabilityRecord, read_ensemble_record
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
 from hddm.objective.errors import noise_of

@@ -19,13 +19,13 @@ from huggingface_hub.utils.tqdm import (
 from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, table
 from hddm.evaluation.results import Result, ResultGroup, read_result
-from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.ensemble_folders import (
-    ENSEMBLE_FILE,
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, refuse_damaged_ensemble
+from hddm.experts.ensemble_records import (
+    PIPELINE_FILE,
     EnsembleRecord,
     components_in,
+    foreign_pipeline,
     read_ensemble_record,
-    refuse_damaged_ensemble,
 )
 from hddm.experts.expert import experts_in
 from hddm.experts.records import ExpertRecord

@@ -24,15 +24,15 @@ from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.experts.components import how_to_add
-from hddm.experts.kept import numbered
+from hddm.experts.ensemble_records import numbered
 from hddm.networks.clip_reading import PromptReading
 from hddm.networks.encoders import T5
 from hddm.networks.families import Family
-from hddm.networks.families.vaes import Vae
 from hddm.networks.prompts import PromptEncoders, text_parts
 from hddm.networks.text_encoder import embed, refuse_for_others
 from hddm.networks.tokenizer import refuse_half_characters
 from hddm.networks.vae import decode, latents_of, scale_of
+from hddm.networks.vae_types import Vae
 from hddm.networks.wrappers import family_behind
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan

@@ -14,7 +14,7 @@ from torch import nn
 from hddm.call_counts import ROUTER, Calls, Network, count_calls, possible_experts
 from hddm.data.images import save_png, to_bytes
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import COMPONENTS
+from hddm.experts.ensemble_records import COMPONENTS
 from hddm.experts.expert_set import ExpertSet
 from hddm.networks.offload import StoredNetwork
 from hddm.pipelines.networks_measured import (

@@ -18,9 +18,8 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from hddm.experts.ensemble_folders import COMPONENTS
+from hddm.experts.ensemble_records import COMPONENTS, unnumbered
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.kept import unnumbered
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import size_of
 from hddm.networks.prompts import read_texts

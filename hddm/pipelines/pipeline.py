@@ -19,16 +19,17 @@ from hddm.classes import Labels
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, shift_of
+from hddm.experts.ensemble_records import COMPONENTS, EnsembleRecord
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, save_ensemble
 from hddm.guidance import Guidance
-from hddm.networks.families.vaes import Vae
 from hddm.networks.offload import Offload
 from hddm.networks.programs.permission import programs_allowed
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import vae_class
+from hddm.networks.vae_types import Vae
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import Begin, Images, Pictures, repeated

@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from hddm.condition_names import LABELS
-from hddm.networks.folders import sha256_once
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Plan
 from hddm.settings import SampleSettings
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, sha256_of
+from hddm.utils.files import read_json, sha256_of, sha256_once
 from hddm.utils.records import SAMPLING_FILE, model_hash
 from hddm.utils.tensors import available_device
 from hddm.utils.work import differences

@@ -20,9 +20,7 @@ from hddm.conditions import Conditions
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.expert_use import ExpertUse
-from hddm.experts.ensemble_folders import COMPONENTS
-from hddm.experts.kept import unnumbered
-from hddm.networks.folders import sha256_once
+from hddm.experts.ensemble_records import COMPONENTS, unnumbered
 from hddm.networks.programs.permission import opens_programs
 from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
@@ -43,7 +41,7 @@ from hddm.running import Batch, Plan, run
 from hddm.sampling import batches, drawn_from
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, errors_as
-from hddm.utils.files import read_whole, sha256_of, write_json
+from hddm.utils.files import read_whole, sha256_of, sha256_once, write_json
 from hddm.utils.memory import Fitting
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, model_hash

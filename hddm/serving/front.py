@@ -45,7 +45,6 @@ from torch import Tensor
 from hddm.data.images import save_png, to_bytes
 from hddm.editing import Picture
 from hddm.expert_use import ExpertUse
-from hddm.networks.folders import sha256_once
 from hddm.networks.sample_sizes import Size
 from hddm.noise import Seeded
 from hddm.pipelines.picture_texts import PictureTexts
@@ -65,6 +64,7 @@ from hddm.serving.sizes import ServedSizes
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, on_cpu
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, counted, one_line
+from hddm.utils.files import sha256_once
 from hddm.utils.records import WHOLE, model_hash
 from hddm.utils.tensors import available_device, dtype_on
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hddm.experts.components import how_to_add
-from hddm.experts.kept import numbered
+from hddm.experts.ensemble_records import numbered
 from hddm.experts.loading import open_ensemble
 from hddm.experts.parts import numbers_of
 from hddm.networks.families import family_of

@@ -14,9 +14,10 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from hddm.experts.adapter_records import AdapterRecord
 from hddm.experts.expert import Expert
-from hddm.experts.lora import PREFIX, AdapterRecord, peft_config, tensor_names, write_adapter
-from hddm.experts.records import write_records
+from hddm.experts.lora import PREFIX, peft_config, tensor_names, write_adapter
+from hddm.experts.record_folders import write_records
 from hddm.networks.families import known_family
 from hddm.utils.errors import HddmError, optional
 from hddm.utils.streams import Use, seed_of

@@ -12,23 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.calibration import (
-    FADE,
-    FILE_NAME,
-    LEVELS,
-    MAX_GAIN,
-    POOL,
-    START,
-    STATES,
-    Calibration,
-    Moments,
-)
+from hddm.calibration import FADE, LEVELS, MAX_GAIN, POOL, START, STATES, Calibration, Moments
+from hddm.calibration_records import FILE_NAME
 from hddm.condition_names import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.denoising import misread
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.expert import field_of, open_expert
+from hddm.experts.expert_folders import field_of, open_expert
 from hddm.experts.shard_images import (
     check_fit,
     check_own,
@@ -305,7 +296,7 @@ def recalibrate(
         raise HddmError(
             f"{folder}: was trained together with its calibration, which must not change"
         )
-    field = field_of(expert.read(torch.float32))
+    field = field_of(expert.read())
     if shard_folder is None:
         if field.noise_range != WHOLE:
             raise HddmError(

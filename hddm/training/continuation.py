@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hddm.condition_names import LABELS, TEXT
 from hddm.conversion import derivatives_at
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.expert import Expert, field_of, save_expert
-from hddm.experts.lora import adapter_of
+from hddm.experts.adapter_records import adapter_of
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import field_of, save_expert
 from hddm.experts.records import EXPERT_FILE
 from hddm.experts.shard_images import check_fit, labels_of_shard
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS

@@ -25,14 +25,14 @@ from hddm.condition_names import LABELS, TEXT
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import NO_CAPTION, Shard, joined, open_shard
 from hddm.ensemble import Ensemble
-from hddm.experts.expert import Expert, field_of, null_conditions
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import field_of, null_conditions
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
-from hddm.experts.parts import domains_of
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, joint_licence
 from hddm.experts.shard_images import check_fit, labels_of_shard
+from hddm.experts.shares import domains_of
 from hddm.networks.families import family_of
 from hddm.networks.families.expert import EXPERT
-from hddm.networks.folders import sha256_once
 from hddm.strategies import Strategy, refuse_void
 from hddm.training.calibrate import fitted_states
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
@@ -53,6 +53,7 @@ from hddm.training.settings import (
 )
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, an, errors_as
+from hddm.utils.files import sha256_once
 from hddm.utils.needs import Needs
 from hddm.utils.records import MANIFEST, WHOLE
 from hddm.utils.streams import Use, generator, seed_of

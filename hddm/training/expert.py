@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hddm.condition_names import LABELS, TEXT
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.expert import (
-    Expert,
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import (
     field_of,
     null_conditions,
     open_expert,

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.programs.permission import programs_allowed, programs_are_allowed
 from hddm.training.continuation import continue_expert, resolve_continued

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, join_samples, open_shard
-from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
+from hddm.experts.record_folders import save_router
+from hddm.experts.records import ROUTER_FILE, RouterRecord
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network

@@ -521,3 +521,14 @@ def _is_left(path: Path) -> bool:
         return False
     # Process numbers repeat, and this process is not writing it.
     return int(number) == os.getpid()
+
+
+def sha256_once(path: Path) -> str:
+    """SHA-256 of a file, computed again only for a different file, under whatever name."""
+    identity = identity_of(path)
+    if identity not in _HASHES:
+        _HASHES[identity] = sha256_of(path)
+    return _HASHES[identity]
+
+
+_HASHES: dict[tuple[int, ...], str] = {}

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -52,6 +52,10 @@ FEATURES_FILE = "features.json"
 RESULTS_FILE = "results.json"
 ROUTER_FILE = "router.json"
 SAMPLING_FILE = "sampling.json"
+MODEL_INDEX = "model_index.json"
+"""Record of a pipeline of diffusers."""
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+"""Weights of a network in diffusers' format."""
 
 
 OPTIONS = "options"
@@ -162,6 +166,14 @@ AboveZero = Annotated[float, Field(gt=0, le=LARGEST)]
 def composed(name: str) -> str:
     """``name`` in Unicode's form NFC: macOS writes "é" as two characters, other systems as one."""
     return unicodedata.normalize("NFC", name)
+
+
+def joint_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """All names of several lists, each once, in the order of their first appearance; see `composed`."""
+    names: dict[str, None] = {}
+    for one in lists:
+        names.update(dict.fromkeys(map(composed, one)))
+    return tuple(names)
 
 
 ComposedName = Annotated[str, AfterValidator(composed)]

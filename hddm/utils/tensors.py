@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import file_kind, writing
+from hddm.utils.files import writing
+from hddm.utils.weights_headers import stated_tensors, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -177,29 +177,17 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     # The bindings also raise TypeError, RuntimeError and KeyError for headers that torch cannot take.
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Shapes and dtypes by tensor name, and metadata, without tensors; raises as `read_safetensors`."""
-    kind = file_kind(path)
-    if kind != "safetensors":
-        found = "GGUF" if kind == "gguf" else "a pickle"
-        raise HddmError(
-            f"{path}: cannot be read as safetensors (it is {found}); use a safetensors version"
-        )
+    stated, metadata = stated_tensors(path)
     tensors = {}
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                entry = file.get_slice(name)
-                tensors[name] = TensorInfo(
-                    tuple(entry.get_shape()), SAFETENSORS_DTYPES[entry.get_dtype()]
-                )
-    # KeyError is a dtype that torch lacks.
-    except Exception as error:
-        raise _unreadable(path, error) from error
+    for name, one in stated.items():
+        if one.dtype not in SAFETENSORS_DTYPES:
+            raise unreadable(path, f"torch has no dtype {one.dtype}")
+        tensors[name] = TensorInfo(one.shape, SAFETENSORS_DTYPES[one.dtype])
     return tensors, metadata
 
 
@@ -221,10 +209,6 @@ def count_blocks(names: Collection[str], prefix: str) -> int:
         if match:
             highest = max(highest, int(match[1]))
     return min(1 + highest, len(names))
-
-
-def _unreadable(path: Path, error: Exception) -> HddmError:
-    return HddmError(f"{path}: cannot be read as safetensors ({one_line(error)}); fetch it again")
 
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}

@@ -58,9 +58,9 @@ from benchmarks.figures import (
 )
 from benchmarks.inference import models
 from benchmarks.inference.memory import ALL, write_ensembles
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Shelf
 from hddm.utils.machine import Room
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import edit_json, refusal, seal
 from tests.browser import CHROMIUM, Browser
 from tests.hub import Hub, running_hub

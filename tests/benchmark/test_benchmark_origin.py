@@ -19,7 +19,7 @@ from hddm.benchmark.costs import (
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.steps import Step
 from hddm.experts.loading import load
-from hddm.experts.records import read_router
+from hddm.experts.record_folders import read_router
 from hddm.training.router_temperatures import NOISED
 from hddm.velocity import VelocityField
 from hddm_cli.app import run_words

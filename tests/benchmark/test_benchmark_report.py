@@ -12,8 +12,7 @@ import pytest
 from hddm.benchmark.report import REPORT_FILE, _pictured, tables_text, write_report
 from hddm.benchmark.results import Results, StepRecord, read_results
 from hddm.data.partition import partition
-from hddm.evaluation.measures import PrecisionRecall
-from hddm.evaluation.scores import Recognised
+from hddm.evaluation.score_records import PrecisionRecall, Recognised
 from tests.artefacts import Command, write_images
 from tests.benchmark_files import (
     ALONE,

@@ -10,7 +10,7 @@ from hddm.benchmark import results as results_module
 from hddm.benchmark.costs import evaluation_flop, forward_flop
 from hddm.benchmark.origin import Origin
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import read_ensemble_record
+from hddm.experts.ensemble_records import read_ensemble_record
 from hddm.experts.loading import load
 from hddm.objective.reliability import TIMES
 from hddm.reliability import ReliabilityRouter

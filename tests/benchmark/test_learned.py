@@ -13,7 +13,8 @@ from hddm.data.images import to_bytes, to_unit_range, write_digits
 from hddm.data.partition import partition
 from hddm.evaluation.features import of_classifier, train_classifier
 from hddm.evaluation.images import read_data
-from hddm.evaluation.scores import Recognised, Scorer, Side
+from hddm.evaluation.score_records import Recognised
+from hddm.evaluation.scores import Scorer, Side
 from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import LinearSchedule

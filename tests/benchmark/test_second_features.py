@@ -13,8 +13,7 @@ from hddm.benchmark.results import SECOND, Results, read_results
 from hddm.benchmark.verdicts import compare_rows
 from hddm.evaluation.evaluate import evaluate
 from hddm.evaluation.features import FeatureClassifier, save_classifier
-from hddm.evaluation.measures import Distance
-from hddm.evaluation.scores import SplitScores
+from hddm.evaluation.score_records import Distance, SplitScores
 from tests.artefacts import Command, refusal
 from tests.benchmark.small import SMALL, plan_of, small
 from tests.benchmark_files import inline, more_seeds, run_inline

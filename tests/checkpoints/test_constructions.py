@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 import hddm
 from hddm.checkpoints.merging import merge_experts
 from hddm.checkpoints.write_back import write_back
-from hddm.inspection.models import inspect_model
+from hddm.inspection.folders import inspected
 from hddm.networks.families import families
 from tests.checkpoint_files import dit, pipeline, text_unet
 from tests.flow_models import flow_pipeline, sd3
@@ -90,5 +90,5 @@ def test_each_network_is_built_once_to_write_back_merge_and_inspect(
     merge_experts([expert, expert], tmp_path / "merged")
     assert len(built) == 2
     built.clear()
-    inspect_model(tmp_path / "back")
+    inspected(tmp_path / "back")
     assert len(built) == 1

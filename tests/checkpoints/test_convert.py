@@ -16,7 +16,8 @@ from transformers import CLIPTokenizer
 import hddm as library
 from hddm.checkpoints import convert
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import Expert, save_expert
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import save_expert
 from hddm.experts.records import ExpertRecord
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.settings import Conversion

@@ -21,15 +21,15 @@ from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.lora_files import LoraFile, read_lora
 from hddm.checkpoints.lora_names import COUNTED_MODULES, counted_layers, counted_text_layers
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.lora import Merged
-from hddm.experts.records import ExpertRecord, read_expert_record, write_records
-from hddm.inspection.models import inspect_model
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.record_folders import write_records
+from hddm.experts.records import ExpertRecord, read_expert_record
+from hddm.inspection.folders import inspected
 from hddm.networks.text_encoder import read_text_encoder
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from hddm.utils.records import write_manifest
+from hddm.utils.records import WEIGHTS, write_manifest
 from hddm.utils.tensors import Planned, read_safetensors, write_safetensors
 from tests.artefacts import Command
 from tests.checkpoint_files import SD_BETAS, pipeline, refused, shared, text_unet
@@ -131,7 +131,7 @@ def test_numbers_are_layers_in_the_order_of_the_tool(base: Path, tmp_path: Path)
     modules = {"unet": ["GEGLU", "CrossAttention", "Attention"], "text_encoder": ["CLIPAttention"]}
     path = tmp_path / "lora.safetensors"
     save_file(content | texts, path, _metadata(content | texts, modules))
-    said = inspect_model(path)
+    said = inspected(path)
     assert said["names_of"] == "cloneofsimo's lora"
     assert (said["layers"], said["text_encoder_tensors"]) == (36, 16)
     convert_lora(path, base, tmp_path / "out", text_encoder_lora="apply")

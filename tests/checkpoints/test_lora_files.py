@@ -26,8 +26,8 @@ from torch import Tensor
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import open_expert
-from hddm.experts.lora import ADAPTER_WEIGHTS
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS
+from hddm.experts.expert_folders import open_expert
 from hddm.networks.families import known_family
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError

@@ -20,14 +20,14 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.lora_names import LayerNames
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import open_expert
-from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.inspection.models import inspect_model
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS
+from hddm.experts.expert_folders import open_expert
+from hddm.inspection.folders import inspected
 from hddm.networks.families import known_family
-from hddm.networks.folders import WEIGHTS
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command
 from tests.checkpoint_files import SD_BETAS, pipeline, record_of, refused, text_unet
 from tests.flow_models import chroma, flow_pipeline, flux, lumina2, sd3, z_image
@@ -149,7 +149,7 @@ def test_a_file_of_every_naming_is_the_product_of_its_factors(
     lines = convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "out")
     assert "alpha: not stated, so it is the rank" in lines
     _check(tmp_path / "out", network, changes)
-    assert inspect_model(tmp_path / "lora.safetensors")["layers_by_kind"] == {"LoRA": len(changes)}
+    assert inspected(tmp_path / "lora.safetensors")["layers_by_kind"] == {"LoRA": len(changes)}
 
 
 def test_the_names_that_diffusers_writes_for_its_training_scripts_are_read(
@@ -487,7 +487,7 @@ def test_what_an_adapter_cannot_hold_is_merged_into_full_weights(
     content |= {f"lora_unet_{ONE.replace('.', '_')}.{part}": one for part, one in other[0].items()}
     content[f"lora_unet_{ONE.replace('.', '_')}.alpha"] = torch.tensor(ALPHA)
     save_file(content, tmp_path / "lora.safetensors")
-    said = inspect_model(tmp_path / "lora.safetensors")
+    said = inspected(tmp_path / "lora.safetensors")
     assert said["layers_by_kind"] == {kind: 1, "LoRA": 1}
     assert said["becomes"].startswith("full weights")
     convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "out")
@@ -503,7 +503,7 @@ def test_locon_with_a_middle_stays_an_adapter(bases: dict[str, Path], tmp_path: 
     content = {f"{stem}.{part}": one for part, one in parts.items()}
     content[f"{stem}.alpha"] = torch.tensor(ALPHA)
     save_file(content, tmp_path / "lora.safetensors")
-    assert inspect_model(tmp_path / "lora.safetensors")["layers_by_kind"] == {"LoCon": 1}
+    assert inspected(tmp_path / "lora.safetensors")["layers_by_kind"] == {"LoCon": 1}
     convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "out")
     assert not (tmp_path / "out" / WEIGHTS).exists()
     _check(tmp_path / "out", network, {f"{CONV}.weight": change})
@@ -585,7 +585,7 @@ def test_a_pickle_is_read_when_that_is_allowed(
     taken = ("convert", path, "--base", bases["unet"], "--out", tmp_path / "out", "--allow-pickle")
     assert hddm(*taken)[0] == 0
     _check(tmp_path / "out", network, changes)
-    assert inspect_model(path, allow_pickle=True)["kind"] == "LoRA"
+    assert inspected(path, allow_pickle=True)["kind"] == "LoRA"
     torch.save({"state_dict": content}, path)
     with pytest.raises(HddmError, match="holds dict under 'state_dict', no tensor"):
         convert_lora(path, bases["unet"], tmp_path / "other", allow_pickle=True)

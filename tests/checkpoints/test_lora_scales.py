@@ -18,8 +18,8 @@ from transformers import CLIPTextModel
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import open_expert
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.adapter_records import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.expert_folders import open_expert
 from hddm.settings import Conversion
 from hddm.utils.files import write_json
 from tests.artefacts import Command, edit_json, refusal

@@ -14,9 +14,9 @@ from transformers import CLIPTextModel
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.kept import whole_components
-from hddm.inspection.models import inspect_model
+from hddm.inspection.folders import inspected
 from hddm.networks.prompts import texts_record_of
 from hddm.networks.text_encoder import embed, read_text_encoder
 from hddm.networks.tokenizer import read_tokenizer
@@ -171,7 +171,7 @@ def test_a_decision_is_asked_for_and_refused_where_there_is_none(
     error = refused(hddm, path, "--base", base)
     assert "16 tensors in it change a text encoder ('lora_te_text_model_encoder_layers_0" in error
     assert "pass --text-encoder-lora apply, for an expert with a text encoder of its own" in error
-    described = inspect_model(path)
+    described = inspected(path)
     assert described["text_encoder_tensors"] == 16
     assert described["read_by"].endswith("--text-encoder-lora apply|drop")
     save_file(kohya(text_unet()), path)
@@ -221,7 +221,7 @@ def test_learned_tokens_are_named_and_dropped_on_request(
     assert "it has learned the tokens <s1>, mine; pass --text-encoder-lora drop" in error
     error = refused(hddm, path, "--base", base, "--text-encoder-lora", "apply")
     assert "hddm adds no tokens to a tokenizer; pass --text-encoder-lora drop" in error
-    assert inspect_model(path)["learned_tokens"] == ["<s1>", "mine"]
+    assert inspected(path)["learned_tokens"] == ["<s1>", "mine"]
     convert_lora(path, base, tmp_path / "out", text_encoder_lora="drop")
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hddm as library
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.merging import merge_experts
 from hddm.checkpoints.plan import plan_conversion

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.settings import Conversion
 from hddm.utils.tensors import read_header
 from tests.artefacts import Command

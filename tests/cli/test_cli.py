@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from hddm import load, sample
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.data.entries import Entries, ImageEntry, shard_hash
 from hddm.data.images import to_bytes
 from hddm.utils.files import sha256_of

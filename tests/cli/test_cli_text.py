@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
-from hddm.experts.kept import KEPT
+from hddm.experts.ensemble_records import KEPT
 from hddm.serving.service import names_of
 from hddm.utils.records import HASHES, MANIFEST
 from hddm_cli.app import run_words

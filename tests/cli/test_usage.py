@@ -101,19 +101,19 @@ SLIPS = [
 # … and what only the work itself finds.
 LATER = [
     (
-        "sample {shard} --out {out} --guidance-interval 0.9 0.1",
+        "sample {ensemble} --out {out} --guidance-interval 0.9 0.1",
         "--guidance-interval 0.9 0.1: must be two t",
     ),
     (
-        "sample {shard} --out {out} --max-memory=1,5GB",
+        "sample {ensemble} --out {out} --max-memory=1,5GB",
         "--max-memory 1,5GB: is not an amount of memory",
     ),
     (
-        "sample {shard} --out {out} --max-memory 5",
+        "sample {ensemble} --out {out} --max-memory 5",
         "--max-memory 5: names no unit, and would be 5 bytes; write 5GB or 5MB",
     ),
     (
-        "serve {shard} --max-upload 24000",
+        "serve {ensemble} --max-upload 24000",
         "--max-upload 24000: names no unit, and would be 24000 bytes; write 24000GB or 24000MB",
     ),
     (

@@ -16,7 +16,6 @@ from hddm.evaluation.evaluate import evaluate
 from hddm.evaluation.features import (
     FEATURES,
     FeatureExtractor,
-    FeaturesRecord,
     classifier_of,
     of_classifier,
     train_classifier,
@@ -24,7 +23,6 @@ from hddm.evaluation.features import (
 )
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
 from hddm.evaluation.measures import (
-    Memorisation,
     diversity,
     measure,
     memorisation,
@@ -33,6 +31,7 @@ from hddm.evaluation.measures import (
     within_conditions,
 )
 from hddm.evaluation.results import Evaluation
+from hddm.evaluation.score_records import FeaturesRecord, Memorisation
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.records import SAMPLING_FILE
 from tests.artefacts import CLASSES, Command, draw, load_images, refusal, write_images

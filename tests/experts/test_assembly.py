@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import hddm
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
-from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_model_index
-from hddm.experts.expert import field_of
+from hddm.experts.ensemble_records import SCHEDULER_FILE, read_model_index
+from hddm.experts.expert_folders import field_of
 from hddm.experts.records import EXPERT_FILE
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.text_encoder import text_encoder_record_of
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.vae import vae_record_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import contents, copied, edit_json, refusal, variant
 from tests.checkpoint_files import record_of
 from tests.component_files import write_clip, write_vae

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
-from hddm.experts.records import EXPERT_FILE, read_router, save_router
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.record_folders import read_router, save_router
+from hddm.experts.records import EXPERT_FILE
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, contents, edit_json, largest_file, refusal, variant
 from tests.conftest import Trio
 from tests.ensemble_files import derived, edit_members, load_ensemble, random_router

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hddm.calibration import FILE_NAME
+from hddm.calibration_records import FILE_NAME
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.verify import verify_expert

@@ -10,11 +10,12 @@ import torch
 import hddm
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
-from hddm.experts.ensemble_folders import name_of
-from hddm.experts.records import EXPERT_FILE, read_router
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.ensemble_records import name_of
+from hddm.experts.record_folders import read_router
+from hddm.experts.records import EXPERT_FILE
 from hddm.routers import Router
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import contents, copied, edit_json, into_hub_cache, refusal
 from tests.conftest import Trio
 from tests.ensemble_files import load_ensemble

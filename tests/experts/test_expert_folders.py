@@ -11,26 +11,27 @@ import torch
 from safetensors.torch import load_file
 
 import hddm
-from hddm.calibration import FILE_NAME, Calibration, Moments
+from hddm.calibration import Calibration, Moments
+from hddm.calibration_records import FILE_NAME
 from hddm.data.images import to_unit_range
 from hddm.experts.assembly import assemble
-from hddm.experts.ensemble_folders import Member
-from hddm.experts.expert import (
-    Expert,
+from hddm.experts.ensemble_records import Member
+from hddm.experts.expert import Expert, read_experts
+from hddm.experts.expert_folders import (
     field_of,
     null_conditions,
     open_expert,
-    read_experts,
     save_expert,
     unread_as,
 )
-from hddm.experts.records import WEAK_FILE, read_expert_record, read_router, save_router
+from hddm.experts.record_folders import read_router, save_router
+from hddm.experts.records import WEAK_FILE, read_expert_record
 from hddm.experts.verify import verify_expert
 from hddm.guidance import Guidance
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.utils.records import WEIGHTS
 from hddm.velocity import VelocityField
 from tests.artefacts import copied, edit_json, load_images, refusal
 from tests.ensemble_files import flow_expert as new_expert

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import hddm
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.verify import verify_expert
 from hddm.networks.programs.archive import PROGRAM
 from hddm.networks.programs.permission import programs_allowed

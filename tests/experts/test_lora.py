@@ -19,15 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
-from hddm.experts.expert import Expert, open_expert
-from hddm.experts.lora import ADAPTER_WEIGHTS, adapter_of
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS, adapter_of
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.networks.families import known_family
-from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
 from hddm.training.adapters import add_adapter, targets_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import contents, edit_json, refusal, seal
 from tests.checkpoint_files import dit, randomised, record_of
 from tests.ensemble_files import flow_expert

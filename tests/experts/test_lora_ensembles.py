@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import hddm
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS
 from hddm.experts.assembly import assemble, change
-from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, refusal
 from tests.checkpoint_files import record_of
 from tests.ensemble_files import flow_expert

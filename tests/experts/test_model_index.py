@@ -6,13 +6,8 @@ import pytest
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.ensemble_folders import (
-    CLASSES,
-    read_model_index,
-    shift_of,
-    write_model_index,
-    write_scheduler,
-)
+from hddm.experts.ensemble_folders import shift_of, write_model_index, write_scheduler
+from hddm.experts.ensemble_records import CLASSES, read_model_index
 from tests.artefacts import copied, edit_json, refusal
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hddm
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
 from hddm.experts.assembly import assemble, change
 from hddm.experts.decisions import read_classes
-from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
+from hddm.experts.ensemble_records import MOMENTS_EVIDENCE
 from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import MomentsRouter
 from hddm.utils.errors import HddmError

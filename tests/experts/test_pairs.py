@@ -9,8 +9,8 @@ from torch import Tensor
 
 import hddm
 from hddm.experts.assembly import assemble, change
-from hddm.experts.records import read_router, save_router
-from hddm.inspection.models import inspect_model
+from hddm.experts.record_folders import read_router, save_router
+from hddm.inspection.folders import inspected
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.training.expert import train_expert
@@ -73,7 +73,7 @@ def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     high, other, low = model.experts
     expected = p[..., :1] * _as_one(high, low) + p[..., 1:] * other.velocity(X, TIMES)
     assert relative_error(model.velocity(X, TIMES), expected) < 1e-5
-    described = inspect_model(mixed)
+    described = inspected(mixed)
     assert (described["domains"], described["noise_ranges"]) == (
         (0, 1, 0),
         ["0.6:1", "0:1", "0:0.6"],

@@ -14,7 +14,7 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.plan import open_checkpoint
 from hddm.experts.assembly import change
-from hddm.experts.ensemble_folders import SCHEDULER_FILE
+from hddm.experts.ensemble_records import SCHEDULER_FILE
 from hddm.experts.paris import (
     expert_arguments,
     is_paris,

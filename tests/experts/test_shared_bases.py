@@ -17,10 +17,10 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan_conversion
 from hddm.ensemble import Ensemble
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.guidance import Guidance
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.shared import AdaptedNetwork, SharedNetwork

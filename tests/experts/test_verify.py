@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.data.images import save_png
@@ -25,13 +25,12 @@ from hddm.experts.denoising import denoising
 from hddm.experts.kept import keep_component, whole_components
 from hddm.experts.loading import load
 from hddm.experts.verify import verify_expert
-from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import train_expert
 from hddm.utils.files import read_json
-from hddm.utils.records import HASHES, MANIFEST
+from hddm.utils.records import HASHES, MANIFEST, WEIGHTS
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings, seal
 from tests.checkpoint_files import pipeline, plain_unet

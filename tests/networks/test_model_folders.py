@@ -15,9 +15,10 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 
-from hddm.networks.folders import WEIGHTS, empty_network, of_experts, unread_network
+from hddm.networks.folders import empty_network, of_experts, unread_network
 from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import edit_json, refusal
 from tests.checkpoint_files import DIT, UNCONDITIONAL, UNET
 from tests.hostile import grown_by

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hddm
 from hddm.ensemble import Ensemble
+from hddm.experts.expert_folders import apart
 from hddm.experts.expert_set import ExpertSet
 from hddm.guidance import Guidance
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
@@ -170,7 +171,7 @@ def test_under_draw_each_expert_is_read_once_and_images_stay_the_same() -> None:
 
 def test_an_expert_and_its_weak_model_stay_together() -> None:
     scales = Scales()
-    own, weak = scales.expert(0), scales.expert(1).apart()
+    own, weak = scales.expert(0), apart(scales.expert(1))
     held = ExpertSet([replace(own, weak=weak.unread)], shelf=Shelf("disk"))
     model = Ensemble(held.fields(), strategy="draw")
     hddm.sample(model, 2, 0, STEPS, guidance_scale=Guidance(2.0, by="weak"))

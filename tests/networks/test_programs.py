@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hddm
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.networks.families.program import PROGRAMS
 from hddm.networks.programs.archive import PROGRAM
 from hddm.networks.programs.network import ProgramFile, ProgramNetwork

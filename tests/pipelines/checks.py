@@ -13,7 +13,7 @@ from torch import Tensor
 import hddm as library
 from hddm.checkpoints.lora import convert_lora
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks

@@ -23,7 +23,7 @@ from hddm import Ensemble, VelocityField, drop_in, load
 from hddm.checkpoints.lora import convert_lora
 from hddm.ensemble import Part
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.topics import describe_topic
 from hddm.networks.tokenizer import read_tokenizer

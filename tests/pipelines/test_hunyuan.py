@@ -21,10 +21,10 @@ from transformers import BertTokenizer, T5Tokenizer
 import hddm as library
 from hddm.checkpoints.write_back import write_back
 from hddm.networks.families.hunyuan import HUNYUAN
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.prompts import PipelineText, read_texts
 from hddm.networks.text_encoder import read_text_encoder
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of
 from tests.component_files import saved_in_parts, write_bert, write_t5, write_vae

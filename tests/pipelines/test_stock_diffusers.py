@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hddm.experts.assembly import PIPELINE_CODE, PIPELINE_FILE, assemble, change
+from hddm.experts.assembly import assemble, change
+from hddm.experts.ensemble_records import PIPELINE_CODE, PIPELINE_FILE
 from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST
 from tests.artefacts import Command, contents

@@ -13,7 +13,7 @@ from hddm.experts.topics import topic_of
 from hddm.networks.identity import TextEncoderRecord
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sample_records import lines_of
-from hddm.prompt_router import TopicRecord
+from hddm.topic_records import TopicRecord
 from tests.artefacts import Command, refusal
 from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts, write_unlike
 

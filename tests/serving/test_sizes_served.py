@@ -17,7 +17,7 @@ from PIL import Image
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.assembly import assemble
-from hddm.experts.records import save_router
+from hddm.experts.record_folders import save_router
 from hddm.serving.front import Front
 from hddm.serving.refusals import Refusal
 from hddm.serving.sizes import ServedSizes

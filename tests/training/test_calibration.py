@@ -9,10 +9,11 @@ import torch
 from diffusers import DDIMScheduler
 
 import hddm
-from hddm.calibration import FILE_NAME, Calibration, calibration_record
+from hddm.calibration import Calibration
+from hddm.calibration_records import FILE_NAME, calibration_record
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.expert import open_expert
+from hddm.experts.expert_folders import open_expert
 from hddm.experts.records import WEAK_FILE
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import (

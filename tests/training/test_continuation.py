@@ -11,21 +11,23 @@ from diffusers import DiTTransformer2DModel
 from safetensors.torch import load_file
 
 import hddm
-from hddm.calibration import FILE_NAME, Calibration, Moments
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import Calibration, Moments
+from hddm.calibration_records import FILE_NAME
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
-from hddm.experts.expert import Expert, open_expert, save_expert
-from hddm.experts.lora import ADAPTER_WEIGHTS
+from hddm.experts.adapter_records import ADAPTER_WEIGHTS
+from hddm.experts.expert import Expert
+from hddm.experts.expert_folders import open_expert, save_expert
 from hddm.experts.records import EXPERT_FILE, ExpertRecord
-from hddm.inspection.models import inspect_model
-from hddm.networks.folders import WEIGHTS
+from hddm.inspection.folders import inspected
 from hddm.training.bounded_gain import KAPPA, bounded_gain
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WEIGHTS
 from hddm.velocity import PredictionType
 from tests.artefacts import (
     CLASSES,
@@ -158,7 +160,7 @@ def test_the_first_loss_of_an_expert_of_ddpm_is_that_of_the_init(
         error = (t / t.clamp(min=0.05)) * error
         trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[objective]
         began = "its network predicts sample, as the checkpoint it began with"
-        assert inspect_model(out)["summary"] == f"{trained}; {began}"
+        assert inspected(out)["summary"] == f"{trained}; {began}"
     each = error.square().flatten(1).mean(1)
     # Both are means of as many draws; in x_0 of a loss with a long tail.
     deviation = (2 / num) ** 0.5 * each.std()

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import hddm
 from hddm.data.shard_records import PIXELS
 from hddm.data.shards import Rows, Samples, open_shard
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import Fitted, Task, run_task
@@ -30,6 +29,7 @@ from hddm.training.resume import run_folder_of
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
 from hddm.utils.errors import Stopped
 from hddm.utils.files import write_json
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Died, ending_at, expert_settings, pixels_of
 from tests.killed_runs import checkpoint, in_a_process
 

@@ -16,10 +16,10 @@ from hddm.data.shards import joined, open_shard
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
-from hddm.networks.folders import WEIGHTS
 from hddm.sampling import sample
 from hddm.training.distill import distill, matching
 from hddm.training.settings import DistillSettings
+from hddm.utils.records import WEIGHTS
 from hddm.velocity import VelocityField
 from tests.artefacts import (
     CLASSES,

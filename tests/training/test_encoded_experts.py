@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Moments
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.data.encoding import encode_shards
 from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble

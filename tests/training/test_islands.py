@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from hddm.networks.folders import WEIGHTS
 from hddm.training.islands import Island, make_islands, prepare, train_island, train_islands
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions, parse_objectives
 from hddm.utils.errors import HddmError, Stopped
 from hddm.utils.files import write_json
 from hddm.utils.ray_workers import RayWorkers
+from hddm.utils.records import WEIGHTS
 from hddm.utils.workers import Workers
 from tests.artefacts import Command, contents, copied, expert_settings, refusal
 from tests.killed_runs import checkpoint, holder

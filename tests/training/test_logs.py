@@ -27,7 +27,6 @@ from hddm.data.images import to_bytes
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts.denoising import velocity_errors
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample
 from hddm.training.expert import train_expert
@@ -38,6 +37,7 @@ from hddm.training.trackers import _mode
 from hddm.training.watching import SEED, STRATA, watching
 from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
+from hddm.utils.records import WEIGHTS
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
 from tests.artefacts import (

@@ -14,8 +14,7 @@ from hddm.condition_names import TEXT
 from hddm.data.shards import NO_CAPTION, Rows, TokenStore
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
-from hddm.experts.expert import save_expert
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.expert_folders import save_expert
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.predictions import Epsilon, FlowPrediction, PredictionType
@@ -35,6 +34,7 @@ from hddm.training.mean_flow import (
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WEIGHTS
 from hddm.velocity import VelocityField
 from tests.artefacts import Command, Died, edit_json, ending_at, refusal
 from tests.conftest import Trio

@@ -13,8 +13,8 @@ from torch import Tensor
 from hddm.data.partition import partition
 from hddm.data.shard_records import PIXELS, find_shards
 from hddm.data.shards import Rows, Samples, Shard, open_shard
-from hddm.experts.records import ROUTER_FILE, read_router
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.record_folders import read_router
+from hddm.experts.records import ROUTER_FILE
 from hddm.routers import temperature_at
 from hddm.training import router as router_training
 from hddm.training.router import held_out, train_router
@@ -24,6 +24,7 @@ from hddm.training.router_temperatures import (
     expected_calibration_error,
     fit_temperatures,
 )
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, contents, pixels_of, router_settings, with_pixels, write_images
 from tests.oracles import GaussianMixture, exact_router
 

@@ -14,7 +14,8 @@ from hddm.conditions import Conditions
 from hddm.data.encoding import encode_shards
 from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble, change
-from hddm.experts.records import NULL_FILE, ROUTER_FILE, read_router
+from hddm.experts.record_folders import read_router
+from hddm.experts.records import NULL_FILE, ROUTER_FILE
 from hddm.experts.topics import describe_topic
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import posterior_of

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.experts.records import EXPERT_FILE
-from hddm.networks.folders import WEIGHTS
 from hddm.training import state
 from hddm.training.expert import train_expert
 from hddm.training.loop import StepInputs, Task, fit
@@ -25,6 +24,7 @@ from hddm.training.resume import run_folder_of, value_at, with_changes
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import open_run
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import (
     Command,
     Died,

@@ -13,10 +13,10 @@ import torch
 import hddm
 from hddm.data.images import to_unit_range
 from hddm.data.partition import partition
-from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import ExpertRecipe, ExpertSettings, resolve
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import (
     CLASSES,
     contents,

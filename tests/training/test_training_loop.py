@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.experts.records import WEAK_FILE
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.device import optimizer_of
@@ -23,6 +22,7 @@ from hddm.training.loop import Loader, Order, StepInputs, StepReport, Task, fit
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WEIGHTS
 from hddm.utils.streams import Use
 from tests.artefacts import Died, ending_at, expert_settings, recipe
 

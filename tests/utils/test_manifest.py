@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hddm import load
-from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
-from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
+from hddm.experts.record_folders import read_router
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
 from hddm.experts.verify import verify_expert
-from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.utils.errors import HddmError
-from hddm.utils.records import HASHES, MANIFEST, damage, write_manifest
+from hddm.utils.records import HASHES, MANIFEST, WEIGHTS, damage, write_manifest
 from tests.artefacts import Command, contents, copied, refusal
 from tests.conftest import Trio
 
