@@ -22,6 +22,7 @@ from diffusers import (
 from torch import Tensor
 
 import hddm
+from hddm.networks.families import family_of
 from hddm.networks.transformers import ExpertTransformer
 from tests.artefacts import Command, contents
 from tests.hostile import grown_by
@@ -107,12 +108,14 @@ def pipeline(
     """A pipeline folder of one denoiser and its scheduler, written by diffusers."""
     scheduler = scheduler or DDIMScheduler()
     unet = isinstance(network, UNet2DModel | UNet2DConditionModel)
-    part, name = ("unet", "StableDiffusionPipeline") if unet else ("transformer", "DiTPipeline")
-    name = "PixArtAlphaPipeline" if isinstance(network, PixArtTransformer2DModel) else name
+    part = "unet" if unet else "transformer"
+    family = family_of(network)
+    # A class of a package of its own has none of diffusers' pipelines.
+    own = family.pipelines[0].name if family and family.pipelines else "DiffusionPipeline"
     network.save_pretrained(folder / part, **saving)
     scheduler.save_pretrained(folder / "scheduler")
     index = {
-        "_class_name": name,
+        "_class_name": own,
         part: ["diffusers", type(network).__name__],
         "scheduler": ["diffusers", type(scheduler).__name__],
     }
