@@ -122,27 +122,31 @@ class _Fit:
 
     Of steps i with the deviation r_i of a velocity from the line, and the bend b_i that was expected there,
     w = Σ m_i r_i·b_i / Σ m_i |b_i|², from -1 to 1, where m_i falls by `_MEMORY` with each step. It is 0
-    before the first of them. On a smooth path w tends to 1; below 0, the velocity turned the other way.
+    before the first of them, and tends to 1 on a smooth path. Below 0 the velocity turned the other way.
+    Noise in velocities looks like this, too, so such a w counts as far as it explains the deviations, by
+    R² = (Σ m_i r_i·b_i)² / (Σ m_i |b_i|² Σ m_i |r_i|²).
     """
 
     def __init__(self) -> None:
-        self._along: Tensor | None = None
-        self._squared: Tensor | None = None
+        self._sums: list[Tensor] = []
 
     def add(self, deviation: Tensor, bend: Tensor) -> None:
-        along, squared = _dot(deviation, bend), _dot(bend, bend)
-        if self._along is not None and self._squared is not None:
-            along, squared = along + _MEMORY * self._along, squared + _MEMORY * self._squared
-        self._along, self._squared = along, squared
+        new = [_dot(deviation, bend), _dot(bend, bend), _dot(deviation, deviation)]
+        if self._sums:
+            new = [one + _MEMORY * before for one, before in zip(new, self._sums, strict=True)]
+        self._sums = new
 
     def weight(self, x: Tensor) -> Tensor:
         """The weights, in the dtype of ``x``, to multiply its samples by."""
         shape = (len(x), *[1] * (x.dim() - 1))
-        if self._along is None or self._squared is None:
+        if not self._sums:
             return x.new_zeros(shape)
-        least = torch.finfo(self._squared.dtype).tiny
-        share = self._along / self._squared.clamp(min=least)
-        return share.clamp(-1, 1).reshape(shape).to(x.dtype)
+        along, bend, deviation = self._sums
+        least = torch.finfo(bend.dtype).tiny
+        weight = along / bend.clamp(min=least)
+        explained = weight * along / deviation.clamp(min=least)
+        weight = weight.clamp(-1, 1) * torch.where(weight < 0, explained, 1.0)
+        return weight.reshape(shape).to(x.dtype)
 
 
 _MEMORY = 0.8
