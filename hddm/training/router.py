@@ -15,7 +15,8 @@ from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
-from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, Training
+from hddm.training.loader import StepInputs
+from hddm.training.loop import Fitted, OnTrainingStep, Task, Training
 from hddm.training.needs import needs_of_training
 from hddm.training.objectives import conditions_in
 from hddm.training.resume import recipe_before, recipe_of_resumed
