@@ -27,10 +27,12 @@ from hddm.training.device import (
     default_attention,
     float32_products,
     optimizer_of,
+    placed,
 )
 from hddm.training.loader import AHEAD, Draw, Key, Loader, Order, StepInputs
 from hddm.training.resume import SettingsChange, is_finished, run_folder_of, value_at
-from hddm.training.settings import Recipe, RunOptions
+from hddm.training.settings import DenoiserFields, Recipe, RunOptions, refuse_watched
+from hddm.training.sharding import Shards
 from hddm.training.state import Ema, Run, TrainingState, open_run, trained_parameters
 from hddm.utils.errors import HddmError, Stopped, counted
 from hddm.utils.files import new_folder, nothing
@@ -98,6 +100,21 @@ class Fitted:
     state: TrainingState
     device: torch.device
     changes: Sequence[SettingsChange] = ()
+    shards: Shards | None = None
+    """If weights are split over processes, which then all complete the model."""
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the network on the device for a block; split weights are always there."""
+        with contextlib.nullcontext() if self.shards else placed(self.state.network, self.device):
+            yield
+
+    def whole(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        """Return the network and its weak model on the CPU, whole only in the first process if split."""
+        state, shards = self.state, self.shards
+        if shards is None:
+            return state.network, state.weak
+        return shards.whole(), shards.gathered(state.weak)
 
     def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
@@ -166,8 +183,9 @@ def fit(
         # Compiled blocks would compile again for every other mode and shape.
         for module in task.network.modules():
             module._compiled_call_impl = None
-        task.network.to("cpu")
-    return Fitted(state, device.target, [] if run is None else run.changes)
+        if trainer.shards is None:
+            task.network.to("cpu")
+    return Fitted(state, device.target, [] if run is None else run.changes, trainer.shards)
 
 
 def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRequest) -> None:
@@ -175,6 +193,10 @@ def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRe
     state = report.state
     stopping = device.agreed(stop.requested, report.is_stopping)
     if report.is_due or stopping:
+        if device.splits_weights:
+            if not device.is_main:
+                run.save_part(state)
+            device.accelerator.wait_for_everyone()
         if device.is_main:
             run.save(state)
         device.accelerator.wait_for_everyone()
@@ -213,7 +235,7 @@ class Trainer:
     def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
         self.recipe, self.device = recipe, device
         network: Any = task.network
-        network.to(device.target)
+        self.shards = device.place(network)
         self.parameters = list(trained_parameters(network).values())
         optimizer = optimizer_of(network, recipe)
         if recipe.compile:
@@ -222,6 +244,9 @@ class Trainer:
         self.state = TrainingState(
             network, Ema(network, recipe.ema_decay), optimizer, device.scaler
         )
+        if self.shards is not None:
+            self.state.part = device.accelerator.process_index
+            self.state.parts = device.processes
         self._task = task
         self.load(recipe.batch_size)
 
@@ -337,6 +362,8 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 
 
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
+Complete = Callable[[Fitted], Callable[[Path], None]]
+"""Completes a fitted model, and returns what writes it into a folder."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +377,7 @@ class Training:
     task: Task
     recipe: Recipe
     record: str
-    write: Callable[[Path, Fitted], None]
+    complete: Complete
     data: Mapping[str, Any]
     watch: Watch | None = None
     evaluations: int = 0
@@ -364,7 +391,7 @@ class Training:
         run: RunOptions | None = None,
     ) -> list[float]:
         """As `run_task`."""
-        parts = (self.task, self.recipe, out, self.record, self.write, self.data)
+        parts = (self.task, self.recipe, out, self.record, self.complete, self.data)
         return run_task(*parts, overwrite, on_step, run, self.watch)
 
 
@@ -384,7 +411,7 @@ def run_task(
     recipe: Recipe,
     out: Path,
     record: str,
-    write: Callable[[Path, Fitted], None],
+    complete: Complete,
     data: Mapping[str, Any],
     overwrite: bool = False,
     on_step: OnTrainingStep | None = None,
@@ -393,10 +420,10 @@ def run_task(
 ) -> list[float]:
     """Fit ``task`` and write ``out``, which appears complete or not at all; return the loss of every step.
 
-    Where a resumed ``out`` is complete, no losses are returned. ``write(draft, fitted)`` fills ``out``, whose
-    kind the JSON file ``record`` marks. ``data`` are plain values that describe the training data, which a
-    resumed run must share. ``overwrite`` replaces an existing ``out`` and its run. ``run`` says how the
-    training is kept, None for not at all; ``watch`` opens its watcher.
+    Where a resumed ``out`` is complete, no losses are returned. ``complete(fitted)`` returns what fills
+    ``out``, whose kind the JSON file ``record`` marks. ``data`` are plain values that describe the training
+    data, which a resumed run must share. ``overwrite`` replaces an existing ``out`` and its run. ``run`` says
+    how the training is kept, None for not at all; ``watch`` opens its watcher.
 
     Raises:
         HddmError: as `fit` and `hddm.training.state.open_run`.
@@ -409,6 +436,8 @@ def run_task(
         return []
     if recipe.gradient_checkpointing:
         checkpoint_gradients(task.network)
+    if run is not None and isinstance(recipe, DenoiserFields) and recipe.shard_weights:
+        refuse_watched(run)
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
@@ -429,10 +458,12 @@ def run_task(
                 watchers.append(stack.enter_context(watch(kept)))
         try:
             fitted = fit(task, recipe, kept, watchers)
+            if is_first or fitted.shards is not None:
+                write = complete(fitted)
             if is_first:
                 remedy = nothing if kept is None else kept.kept
                 with new_folder(out, record, overwrite, kept=remedy) as draft:
-                    write(draft, fitted)
+                    write(draft)
         except Interrupted as stopped:
             # Before or after the steps, which take signals themselves.
             if kept is None:
