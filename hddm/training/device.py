@@ -320,11 +320,9 @@ class _Muon(MuonOfParts):
                 parameters += [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 gradient = own_part(parameter.grad)
-                average = self.state[parameter].setdefault(
-                    "momentum_buffer", torch.zeros_like(parameter.grad)
-                )
+                average = self.momentum_of(parameter)
                 # The average with itself is the average itself.
-                gradient.copy_(torch.where(is_skipped, own_part(average), gradient))
+                gradient.copy_(torch.where(is_skipped, average, gradient))
                 own = own_part(parameter)
                 kept.append((own, own.clone()))
         super().step()

@@ -110,16 +110,25 @@ class MuonOfParts(torch.optim.Muon):
                 if parameter.grad is not None:
                     self._step_whole(parameter, group)
 
-    def _step_whole(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        gradient: Any = parameter.grad
-        momentum, rate = group["momentum"], group["lr"]
+    def momentum_of(self, parameter: Tensor) -> Tensor:
+        """Return what this process holds of the average of gradients, which is zero before the first step."""
         state = self.state[parameter]
-        average = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+        if "momentum_buffer" not in state:
+            zero = torch.zeros_like(own_part(parameter.detach()))
+            state["momentum_buffer"] = split_as(zero, parameter)
+        return own_part(state["momentum_buffer"])
+
+    def _step_whole(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        momentum, rate = group["momentum"], group["lr"]
+        gradient = own_part(parameter.grad)
+        average = self.momentum_of(parameter)
         average.lerp_(gradient, 1 - momentum)
-        change = nn.Parameter(torch.zeros_like(gradient.full_tensor()))
-        change.grad = gradient.lerp(average, momentum).full_tensor()
+        update: Any = split_as(gradient.lerp(average, momentum), parameter)
+        whole = update.full_tensor()
+        change = nn.Parameter(torch.zeros_like(whole))
+        change.grad = whole
         adjust = group["adjust_lr_fn"]
         without_decay: dict[str, Any] = {"weight_decay": 0, "momentum": 0, "nesterov": False}
         torch.optim.Muon([change], rate, adjust_lr_fn=adjust, **without_decay).step()
-        own = own_part(parameter)
+        own = own_part(parameter.detach())
         own.mul_(1 - rate * group["weight_decay"]).add_(own_rows([change], parameter))

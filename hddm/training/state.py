@@ -71,7 +71,7 @@ class Ema:
         self.decay = decay
         self.updates = 0
         self._live = trained_parameters(network)
-        self._shadow = {name: p.detach().float().clone() for name, p in self._live.items()}
+        self._shadow = {name: one.float().clone() for name, one in self._own().items()}
 
     @staticmethod
     def size_of(network: nn.Module) -> int:
@@ -82,7 +82,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        current: list[Tensor] = [p.detach().float() for p in self._live.values()]
+        current = [one.float() for one in self._own().values()]
         torch._foreach_lerp_(list(self._shadow.values()), current, 1 - decay)
         self.updates += 1
 
@@ -90,23 +90,27 @@ class Ema:
         """Return the averages themselves, by the names of the parameters."""
         return self._shadow
 
+    def _own(self) -> dict[str, Tensor]:
+        """Return what this process holds of each parameter."""
+        return {name: own_part(p.detach()) for name, p in self._live.items()}
+
     @torch.no_grad()
     def copy_to_network(self) -> None:
         """Replace the parameters by their averages."""
-        for name, parameter in self._live.items():
-            parameter.copy_(self._shadow[name])
+        for name, value in self._own().items():
+            value.copy_(self._shadow[name])
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Give the network its averages for a block, and its own parameters again afterwards."""
-        own = {name: p.detach().clone() for name, p in self._live.items()}
+        before = {name: one.clone() for name, one in self._own().items()}
         self.copy_to_network()
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, parameter in self._live.items():
-                    parameter.copy_(own[name])
+                for name, value in self._own().items():
+                    value.copy_(before[name])
 
 
 WEIGHTS, EMA, OPTIMIZER, LOSSES = "weights", "ema", "optimizer", "losses"
@@ -218,7 +222,7 @@ class TrainingState:
         trained = trained_parameters(self.network)
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
-                own_part(value).copy_(own_rows(tensors[file][key], value))
+                own_part(value).copy_(own_rows(tensors[file][key], live[WEIGHTS][key]))
         for key, parts in tensors[OPTIMIZER].items():
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
             # anywhere. The step count goes along, since the fused optimizer reads it on the device.

@@ -60,6 +60,8 @@ def _launched(
         "".join(f"{k}: {v}\n" for k, v in settings.model_dump(exclude_none=True).items())
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    if settings.shard_weights:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     verb = ["-m", "hddm_cli", "train", "expert", shard, "--out", out, "--config", file, *more]
     return subprocess.Popen(
         [*command, *map(str, verb)],
@@ -124,14 +126,17 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "number"), [("adamw", signal.SIGTERM), ("muon", signal.SIGKILL)]
 )
 def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
-    optimizer: str, number: signal.Signals, whole: Path, tmp_path: Path
+    optimizer: str, number: signal.Signals, is_split: bool, whole: Path, tmp_path: Path
 ) -> None:
     """The signal goes to all of them and to their launcher, which passes SIGTERM on once more."""
     chosen = {"steps": 400, "threads": 1, "device": "cpu", "gradient_accumulation_steps": 2}
+    if is_split:
+        chosen |= {"steps": 100, "shard_weights": True, "noise_range": "0:0.5"}
     settings = expert_settings("flow", **chosen, optimizer=optimizer)
     for name in ("straight", "stopped"):
         (tmp_path / name).mkdir()
