@@ -181,6 +181,7 @@ def train(
     time_sampling: Literal["uniform", "logit-normal"] | None = None,
     condition_dropout: float = 0.1,
     random_flip: bool = False,
+    shard_weights: bool = False,
     objective: Literal["ddpm", "flow"],
     weighting: Literal["prediction", "velocity"] | None = None,
     noise_range: tuple[float, float] | str | None = None,

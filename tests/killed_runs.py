@@ -32,7 +32,8 @@ STEPS, BATCH, EVERY = 24, 7, 5
 
 CONTEXT = get_context("forkserver")
 # Imported once, so that a process costs milliseconds.
-CONTEXT.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
+LATE = [accelerate.__name__, diffusers.hooks.__name__, "hddm.networks.families.vaes"]
+CONTEXT.set_forkserver_preload([__name__, *LATE])
 
 
 def in_a_process(target: Callable[..., None], *arguments: object) -> ForkServerProcess:

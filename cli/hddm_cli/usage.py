@@ -37,7 +37,7 @@ _TOPICS = {
     "Students of few steps": "sampling_steps trajectories",
     "Limits": "max_images max_steps max_pixels max_upload max_queue timeout",
     "Speed and memory": "batch_size batching device dtype offload max_memory compile quantize "
-    "mixed_precision gradient_accumulation_steps gradient_checkpointing threads",
+    "mixed_precision gradient_accumulation_steps gradient_checkpointing shard_weights threads",
 }
 _WORDS = {
     "FOLDER": "out cache jobs vae text_encoder tokenizer init base data reference add",

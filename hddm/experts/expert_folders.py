@@ -1,6 +1,5 @@
 """Experts with their networks: opened from a folder, written into one, and as velocity fields."""
 
-import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -31,7 +30,7 @@ from hddm.networks.families.expert import EXPERT
 from hddm.networks.folders import cast, of_experts, unread_network, write_config
 from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.unread import Unread
-from hddm.networks.wrappers import NetworkWrapper
+from hddm.networks.wrappers import NetworkWrapper, without_weights
 from hddm.prompt_router import Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
@@ -42,15 +41,7 @@ from hddm.velocity import Resizing, VelocityField
 
 def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
     """A copy of ``network`` without weights, to be filled with ``tensors``, in memory, on demand."""
-    held = network.state_dict()
-    owned: list[Tensor] = list(network.parameters())
-    for name, buffer in network.named_buffers():
-        if name in held:
-            owned.append(buffer)
-    # A copy that stands where its weights would be: whoever places weights must not touch this network.
-    memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
-    empty: ModelMixin = copy.deepcopy(network, memo).requires_grad_(False)
-    return Unread(empty, functools.partial(cast, dict(tensors)))
+    return Unread(without_weights(network), functools.partial(cast, dict(tensors)))
 
 
 def apart(expert: Expert) -> Expert:

@@ -1,7 +1,8 @@
 """Networks in one call, ``network(x, timestep, **conditions) -> Tensor``, and what holds for all of them."""
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from hddm.condition_names import TEXT_MASK
 from hddm.networks.families import Family, families, family_of, known_family
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # Conditions that a network can do without.
 OPTIONAL_CONDITIONS = frozenset({TEXT_MASK})
@@ -25,14 +28,30 @@ def compile_blocks(network: nn.Module, **options: Any) -> None:
     if options.get("dynamic"):
         # Else sizes that happen to be equal, as of batch and tokens, must stay equal, or it compiles again.
         torch.fx.experimental._config.use_duck_shape = False
+    for block in repeated_blocks(network) or [network]:
+        block.compile(**options)
+
+
+def repeated_blocks(network: nn.Module) -> list[nn.Module]:
+    """List the repeated blocks of ``network``, outer ones first; of no family, those of all families."""
     own = family_behind(network)
     known = families().values() if own is None else [own]
     repeated = set[str]()
     for family in known:
         repeated.update(family.blocks)
-    blocks = [module for module in network.modules() if type(module).__name__ in repeated]
-    for block in blocks or [network]:
-        block.compile(**options)
+    return [module for module in network.modules() if type(module).__name__ in repeated]
+
+
+def without_weights(network: Module) -> Module:
+    """Copy ``network`` without its weights: they, and buffers that are saved, are on the device meta."""
+    held = network.state_dict()
+    owned: list[Tensor] = list(network.parameters())
+    for name, buffer in network.named_buffers():
+        if name in held:
+            owned.append(buffer)
+    # A copy that stands where its weights would be: whoever places weights must not touch this network.
+    memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
+    return copy.deepcopy(network, memo).requires_grad_(False)
 
 
 class NetworkWrapper(nn.Module):

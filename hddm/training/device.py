@@ -4,6 +4,7 @@ AdamW trains all parameters, or Muon the matrices and AdamW the rest.
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
-from hddm.training.settings import Recipe
+from hddm.training.settings import DenoiserFields, Recipe
+from hddm.training.sharding import MuonOfParts, Shards, own_part
 from hddm.utils.errors import HddmError
 
+log = logging.getLogger(__name__)
 TF32 = "tf32"
 
 
@@ -53,19 +57,24 @@ class Device:
     """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged. Missing hardware, or a batch that does not divide, raises `HddmError`.
+    averaged; with `shard_weights` it also holds its part of the weights only. Missing hardware, or a batch
+    that does not divide, raises `HddmError`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
+        from accelerate.utils import AutocastKwargs
 
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
+        is_split = isinstance(recipe, DenoiserFields) and recipe.shard_weights
         self.accelerator = Accelerator(
             mixed_precision=recipe.mixed_precision,
             cpu=recipe.device == "cpu",
             step_scheduler_with_optimizer=False,
+            # Copies in bfloat16 that were kept would be of whole weights.
+            kwargs_handlers=[AutocastKwargs(cache_enabled=not is_split)],
         )
         self.target: torch.device = self.accelerator.device
         if recipe.device not in ("auto", self.target.type):
@@ -81,6 +90,12 @@ class Device:
         if recipe.batch_size % parts:
             text = f"must be a multiple of {parts}, for {self.processes} processes with equal parts"
             raise HddmError(f"`batch_size` {recipe.batch_size}: {text}")
+        self.splits_weights = is_split and self.processes > 1
+        """Each process holds its part of the weights only."""
+        if is_split and not self.splits_weights:
+            log.warning(
+                "`shard_weights`: there is one process, so nothing is split; start several with torchrun"
+            )
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
@@ -94,9 +109,16 @@ class Device:
     def __exit__(self, *ended: object) -> None:
         self._inside.close()
 
+    def place(self, network: nn.Module) -> Shards | None:
+        """Move ``network`` to the device, whole, or this process's part of it."""
+        if self.splits_weights:
+            return Shards(network, self.target, self.processes)
+        network.to(self.target)
+        return None
+
     def distributed(self, module: nn.Module) -> nn.Module:
-        """Return ``module``, wrapped to average its gradients over processes."""
-        if self.processes == 1:
+        """Return ``module``, wrapped to average its gradients over processes; split weights do so already."""
+        if self.processes == 1 or self.splits_weights:
             return module
         devices = [self.target] if self.target.type == "cuda" else None
         wrapped: nn.Module = nn.parallel.DistributedDataParallel(module, device_ids=devices)
@@ -126,6 +148,8 @@ class Device:
         """Clip gradients to a norm of ``limit``; return their norm before that, not waiting for a GPU."""
         self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         # The comparison would wait for a GPU; on a CPU it saves a pass over gradients within the limit.
         if self.target.type != "cpu" or not norm <= limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -277,7 +301,7 @@ def _matrices(network: nn.Module) -> set[str]:
     return found
 
 
-class _Muon(torch.optim.Muon):
+class _Muon(MuonOfParts):
     """Muon that changes nothing where the tensor ``found_inf`` is 1, as torch's fused AdamW does.
 
     So a GPU decides by itself whether a step is skipped, and Python need not wait for it.
@@ -295,14 +319,13 @@ class _Muon(torch.optim.Muon):
             for group in self.param_groups:
                 parameters += [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
-                gradient = parameter.grad
-                average = self.state[parameter].setdefault(
-                    "momentum_buffer", torch.zeros_like(gradient)
-                )
+                gradient = own_part(parameter.grad)
+                average = self.momentum_of(parameter)
                 # The average with itself is the average itself.
                 gradient.copy_(torch.where(is_skipped, average, gradient))
-                kept.append((parameter, parameter.clone()))
-        super().step()  # type: ignore[no-untyped-call]
+                own = own_part(parameter)
+                kept.append((own, own.clone()))
+        super().step()
         for parameter, before in kept:
             parameter.copy_(torch.where(is_skipped, before, parameter))
 

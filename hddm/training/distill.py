@@ -36,7 +36,8 @@ from hddm.networks.families.expert import EXPERT
 from hddm.strategies import Strategy, refuse_void
 from hddm.training.calibrate import fitted_states
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
-from hddm.training.loop import OnTrainingStep, StepInputs, Task, Training
+from hddm.training.loader import StepInputs
+from hddm.training.loop import OnTrainingStep, Task, Training
 from hddm.training.mean_flow import CAPTION, MeanFlow, trajectories_size
 from hddm.training.needs import needs_of_training
 from hddm.training.objectives import Objective, conditions_in, drawing, objective_of

@@ -30,8 +30,7 @@ from hddm.schedules import (
     read_prediction,
 )
 from hddm.training.calibrate import fit_on_shard, fitted_states
-from hddm.training.device import placed
-from hddm.training.loop import Fitted, OnTrainingStep, Task, Training
+from hddm.training.loop import Complete, Fitted, OnTrainingStep, Task, Training
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
@@ -117,28 +116,33 @@ def saving(
     conditions: Mapping[str, Tensor],
     origin: Mapping[str, Any] | None = None,
     save: Callable[[Path, Expert], None] = save_expert,
-) -> Callable[[Path, Fitted], None]:
-    """Return what writes an ``expert`` after its training; see `hddm.training.loop.run_task`.
+) -> Complete:
+    """Return what completes an ``expert`` after its training; see `hddm.training.loop.run_task`.
 
     Its record gets the ``recipe`` and the ``origin`` of the weights. Unless it was trained in a calibration,
     or is a student of few steps, one is fitted to ``shard`` and the ``conditions`` (N, …) of its samples.
     """
+    field = field_of(expert)
 
-    def write(draft: Path, fitted: Fitted) -> None:
-        network = expert.network.requires_grad_(False)
+    def complete(fitted: Fitted) -> Callable[[Path], None]:
+        expert.network.requires_grad_(False)
+        calibration = expert.calibration
+        if calibration is None and expert.record.sampling_steps is None:
+            with fitted.on_device():
+                calibration = fit_on_shard(shard, field, conditions, recipe.seed)
+        network: Any
+        network, weak = fitted.whole()
         training = fitted.record(recipe, origin)
-        record = expert.record.model_copy(update={"training": training})
-        weak = unread_as(network, fitted.state.weak) if fitted.state.weak else None
-        trained = replace(expert, record=record, weak=weak)
-        if trained.calibration is None and record.sampling_steps is None:
-            with placed(network, fitted.device):
-                field = field_of(trained, fitted.device)
-                trained = replace(
-                    trained, calibration=fit_on_shard(shard, field, conditions, recipe.seed)
-                )
-        save(draft, trained)
+        trained = replace(
+            expert,
+            opened=network,
+            record=expert.record.model_copy(update={"training": training}),
+            weak=unread_as(network, weak) if weak else None,
+            calibration=calibration,
+        )
+        return lambda draft: save(draft, trained)
 
-    return write
+    return complete
 
 
 def resolve_new(

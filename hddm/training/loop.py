@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -28,106 +27,18 @@ from hddm.training.device import (
     default_attention,
     float32_products,
     optimizer_of,
+    placed,
 )
+from hddm.training.loader import AHEAD, Draw, Key, Loader, Order, StepInputs
 from hddm.training.resume import SettingsChange, is_finished, run_folder_of, value_at
-from hddm.training.settings import Recipe, RunOptions
+from hddm.training.settings import DenoiserFields, Recipe, RunOptions, refuse_watched
+from hddm.training.sharding import Shards
 from hddm.training.state import Ema, Run, TrainingState, open_run, trained_parameters
 from hddm.utils.errors import HddmError, Stopped, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, StopRequest
-from hddm.utils.streams import Use, generator
+from hddm.utils.streams import Use
 from hddm.utils.tensors import available_device
-
-Key = tuple[Use, Use, int]
-"""Uses of random numbers for the order of samples and in the steps, and the part (`hddm.utils.streams`)."""
-
-
-class Order:
-    """Sample order, shuffled in each epoch; batches cross epochs. ``key`` separates runs of one seed."""
-
-    def __init__(self, num_samples: int, batch_size: int, seed: int, key: Key) -> None:
-        self.num_samples, self.batch_size = num_samples, batch_size
-        self._seed, self._key = seed, key
-        self._epochs: dict[int, Tensor] = {}
-
-    def rows(self, step: int) -> Tensor:
-        """Return indices (batch_size,) of the samples of ``step``, from 1."""
-        places = torch.arange((step - 1) * self.batch_size, step * self.batch_size)
-        epochs, within = places // self.num_samples, places % self.num_samples
-        needed = epochs.unique().tolist()
-        orders: dict[int, Tensor] = {}
-        parts = []
-        for epoch in needed:
-            if epoch in self._epochs:
-                orders[epoch] = self._epochs[epoch]
-            else:
-                orders[epoch] = self._shuffled(epoch)
-            parts.append(orders[epoch][within[epochs == epoch]])
-        self._epochs = orders
-        return torch.cat(parts)
-
-    def draws(self, step: int) -> torch.Generator:
-        """Return the generator of everything random in ``step``."""
-        _, use, part = self._key
-        return generator(self._seed, use, step, part)
-
-    def _shuffled(self, epoch: int) -> Tensor:
-        use, _, part = self._key
-        return torch.randperm(self.num_samples, generator=generator(self._seed, use, epoch, part))
-
-
-StepInputs = dict[str, Tensor]
-Draw = Callable[[Tensor, torch.Generator, slice], StepInputs]
-"""Draws the inputs of a step; see `Task`."""
-AHEAD = 2
-"""Number of steps whose inputs are drawn ahead of a GPU.
-
-On a CPU none are: beside a second thread that computes, OpenMP's threads sleep between operations instead of
-waiting actively, and a step takes up to 1.6 times as long.
-"""
-
-
-NumberedInputs = tuple[Tensor, StepInputs, int]
-"""The samples of a step, this process's inputs of it, and the seed of what the network draws itself."""
-
-
-class Loader:
-    """Inputs of one step after another, drawn ``ahead`` in a thread while the steps before compute.
-
-    What a step draws depends on its number alone, so it is the same whenever it is drawn. ``draw`` is that of
-    a `Task`; ``last`` is the last step, ``own`` this process's share of a batch. An error of a step is raised
-    when that step is taken.
-    """
-
-    def __init__(self, order: Order, draw: Draw, last: int, own: slice, ahead: int) -> None:
-        self._order, self._draw, self._last, self._own, self.ahead = order, draw, last, own, ahead
-        self._coming: dict[int, Future[NumberedInputs]] = {}
-        # Its few operations take one core, beside the step.
-        self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
-        if ahead:
-            threads = torch.get_num_threads()
-            self._thread.submit(int).result()
-            # Torch gives the number that was set last to threads that begin later.
-            torch.set_num_threads(threads)
-
-    def take(self, step: int) -> NumberedInputs:
-        """Return the inputs of ``step``, and begin to draw the next ones."""
-        if not self.ahead:
-            return self._drawn(step)
-        for one in range(step, min(step + self.ahead, self._last) + 1):
-            if one not in self._coming:
-                self._coming[one] = self._thread.submit(self._drawn, one)
-        return self._coming.pop(step).result()
-
-    def close(self) -> None:
-        """Drop what is drawn ahead."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _drawn(self, step: int) -> NumberedInputs:
-        rows, draws = self._order.rows(step), self._order.draws(step)
-        inputs = self._draw(rows, draws, self._own)
-        return rows, inputs, int(torch.randint(2**62, (), generator=draws))
-
 
 OnTrainingStep = Callable[[int, float, float], None]
 """Called with a step, its loss, and its seconds, without the time between steps."""
@@ -189,6 +100,21 @@ class Fitted:
     state: TrainingState
     device: torch.device
     changes: Sequence[SettingsChange] = ()
+    shards: Shards | None = None
+    """If weights are split over processes, which then all complete the model."""
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the network on the device for a block; split weights are always there."""
+        with contextlib.nullcontext() if self.shards else placed(self.state.network, self.device):
+            yield
+
+    def whole(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        """Return the network and its weak model on the CPU, whole only in the first process if split."""
+        state, shards = self.state, self.shards
+        if shards is None:
+            return state.network, state.weak
+        return shards.whole(), shards.gathered(state.weak)
 
     def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
@@ -257,8 +183,9 @@ def fit(
         # Compiled blocks would compile again for every other mode and shape.
         for module in task.network.modules():
             module._compiled_call_impl = None
-        task.network.to("cpu")
-    return Fitted(state, device.target, [] if run is None else run.changes)
+        if trainer.shards is None:
+            task.network.to("cpu")
+    return Fitted(state, device.target, [] if run is None else run.changes, trainer.shards)
 
 
 def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRequest) -> None:
@@ -266,6 +193,10 @@ def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRe
     state = report.state
     stopping = device.agreed(stop.requested, report.is_stopping)
     if report.is_due or stopping:
+        if device.splits_weights:
+            if not device.is_main:
+                run.save_part(state)
+            device.accelerator.wait_for_everyone()
         if device.is_main:
             run.save(state)
         device.accelerator.wait_for_everyone()
@@ -304,7 +235,7 @@ class Trainer:
     def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
         self.recipe, self.device = recipe, device
         network: Any = task.network
-        network.to(device.target)
+        self.shards = device.place(network)
         self.parameters = list(trained_parameters(network).values())
         optimizer = optimizer_of(network, recipe)
         if recipe.compile:
@@ -313,6 +244,9 @@ class Trainer:
         self.state = TrainingState(
             network, Ema(network, recipe.ema_decay), optimizer, device.scaler
         )
+        if self.shards is not None:
+            self.state.part = device.accelerator.process_index
+            self.state.parts = device.processes
         self._task = task
         self.load(recipe.batch_size)
 
@@ -428,6 +362,8 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 
 
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
+Complete = Callable[[Fitted], Callable[[Path], None]]
+"""Completes a fitted model, and returns what writes it into a folder."""
 
 
 @dataclass(frozen=True)
@@ -441,7 +377,7 @@ class Training:
     task: Task
     recipe: Recipe
     record: str
-    write: Callable[[Path, Fitted], None]
+    complete: Complete
     data: Mapping[str, Any]
     watch: Watch | None = None
     evaluations: int = 0
@@ -455,7 +391,7 @@ class Training:
         run: RunOptions | None = None,
     ) -> list[float]:
         """As `run_task`."""
-        parts = (self.task, self.recipe, out, self.record, self.write, self.data)
+        parts = (self.task, self.recipe, out, self.record, self.complete, self.data)
         return run_task(*parts, overwrite, on_step, run, self.watch)
 
 
@@ -475,7 +411,7 @@ def run_task(
     recipe: Recipe,
     out: Path,
     record: str,
-    write: Callable[[Path, Fitted], None],
+    complete: Complete,
     data: Mapping[str, Any],
     overwrite: bool = False,
     on_step: OnTrainingStep | None = None,
@@ -484,10 +420,10 @@ def run_task(
 ) -> list[float]:
     """Fit ``task`` and write ``out``, which appears complete or not at all; return the loss of every step.
 
-    Where a resumed ``out`` is complete, no losses are returned. ``write(draft, fitted)`` fills ``out``, whose
-    kind the JSON file ``record`` marks. ``data`` are plain values that describe the training data, which a
-    resumed run must share. ``overwrite`` replaces an existing ``out`` and its run. ``run`` says how the
-    training is kept, None for not at all; ``watch`` opens its watcher.
+    Where a resumed ``out`` is complete, no losses are returned. ``complete(fitted)`` returns what fills
+    ``out``, whose kind the JSON file ``record`` marks. ``data`` are plain values that describe the training
+    data, which a resumed run must share. ``overwrite`` replaces an existing ``out`` and its run. ``run`` says
+    how the training is kept, None for not at all; ``watch`` opens its watcher.
 
     Raises:
         HddmError: as `fit` and `hddm.training.state.open_run`.
@@ -500,6 +436,8 @@ def run_task(
         return []
     if recipe.gradient_checkpointing:
         checkpoint_gradients(task.network)
+    if run is not None and isinstance(recipe, DenoiserFields) and recipe.shard_weights:
+        refuse_watched(run)
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
@@ -520,10 +458,12 @@ def run_task(
                 watchers.append(stack.enter_context(watch(kept)))
         try:
             fitted = fit(task, recipe, kept, watchers)
+            if is_first or fitted.shards is not None:
+                write = complete(fitted)
             if is_first:
                 remedy = nothing if kept is None else kept.kept
                 with new_folder(out, record, overwrite, kept=remedy) as draft:
-                    write(draft, fitted)
+                    write(draft)
         except Interrupted as stopped:
             # Before or after the steps, which take signals themselves.
             if kept is None:

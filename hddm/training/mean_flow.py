@@ -31,7 +31,7 @@ from hddm.noise import Seeded
 from hddm.predictions import PathPoint, Prediction
 from hddm.sampling import integrate, plan
 from hddm.times import beginner_of
-from hddm.training.loop import StepInputs
+from hddm.training.loader import StepInputs
 from hddm.training.objectives import conditions_in
 from hddm.training.settings import DistillRecipe
 from hddm.utils.errors import HddmError, counted

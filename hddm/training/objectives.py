@@ -40,7 +40,7 @@ from hddm.conversion import derivatives_at
 from hddm.data.shards import Shard
 from hddm.predictions import Level, Prediction, PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
-from hddm.training.loop import Draw, StepInputs
+from hddm.training.loader import Draw, StepInputs
 from hddm.training.settings import ExpertRecipe
 from hddm.units import Units
 from hddm.utils.errors import HddmError, UsageError

@@ -1,7 +1,8 @@
 """Train the router, which predicts the shard of a noised image (`train_router`)."""
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from hddm.data.shards import Shard, join_samples, open_shard
 from hddm.experts.record_folders import save_router
 from hddm.experts.records import ROUTER_FILE, RouterRecord
 from hddm.networks.transformers import RouterTransformer
-from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
-from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, Training
+from hddm.training.loader import StepInputs
+from hddm.training.loop import Fitted, OnTrainingStep, Task, Training
 from hddm.training.needs import needs_of_training
 from hddm.training.objectives import conditions_in
 from hddm.training.resume import recipe_before, recipe_of_resumed
@@ -137,7 +138,7 @@ def router_training(
         logits = module(x_t, inputs["t"] * TIME_SCALE, **conditions_in(inputs))
         return F.cross_entropy(logits.float(), inputs["shard"], reduction="none")
 
-    def write(draft: Path, fitted: Fitted) -> None:
+    def complete(fitted: Fitted) -> Callable[[Path], None]:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
 
@@ -149,7 +150,7 @@ def router_training(
         def given(places: Tensor) -> Mapping[str, Tensor]:
             return {} if sees is None else sees.take(held[places])
 
-        with placed(network, fitted.device), Progress(None, "measure and calibrate"):
+        with fitted.on_device(), Progress(None, "measure and calibrate"):
             accuracy = accuracy_of(logits, evidence, recipe.seed)
             if sees is not None:
                 shares = sees.class_shares(labels, len(shards))
@@ -178,10 +179,10 @@ def router_training(
             text_encoder=None if sees is None else sees.text_encoder,
             training=fitted.record(recipe) | {"accuracy": accuracy},
         )
-        save_router(draft, network, record)
+        return functools.partial(save_router, network=network, record=record)
 
     task = Task(network, len(rows), draw, loss, (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 0))
-    return Training(task, recipe, ROUTER_FILE, write, data_of(shards), watching())
+    return Training(task, recipe, ROUTER_FILE, complete, data_of(shards), watching())
 
 
 def needs_of_router(

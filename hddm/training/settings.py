@@ -123,6 +123,16 @@ class DenoiserFields(LoopFields[Open], Generic[Open]):
     """Share of images that are trained without conditions."""
     random_flip: bool = False
     """Mirror half of the images at random."""
+    shard_weights: bool = False
+    """Split weights, their average and the optimizer's state over the processes of torchrun."""
+
+    @model_validator(mode="after")
+    def _can_be_split(self) -> "DenoiserFields[Open]":
+        if self.shard_weights and self.compile:
+            raise ValueError("`compile` does not work with `shard_weights`; drop one of the two")
+        if self.shard_weights and self.mixed_precision == "fp16":
+            raise ValueError("`mixed_precision` fp16 does not work with `shard_weights`; use bf16")
+        return self
 
 
 class ExpertFields(DenoiserFields[Open], Generic[Open]):
@@ -217,6 +227,15 @@ class AllSettings(ExpertFields[None]):
 
     objective: str  # type: ignore[assignment]
     """Objective: ddpm or flow, or one per shard, such as 0=ddpm,3=ddpm,*=flow."""
+
+    @model_validator(mode="after")
+    def _has_one_process_each(self) -> "AllSettings":
+        if self.shard_weights:
+            text = (
+                "each of these experts has one process; train it by `hddm train expert` in torchrun"
+            )
+            raise ValueError(f"`shard_weights`: {text}")
+        return self
 
     def with_objective(self, name: str) -> ExpertSettings:
         """Settings of an expert with this objective."""
@@ -459,6 +478,18 @@ class RunOptions(Keeping):
         if self.run_name is not None and self.tracker is None:
             raise ValueError("`run_name` names a run of a `tracker`; pass that too, or drop it")
         return self
+
+
+def refuse_watched(run: RunOptions) -> None:
+    """Refuse what the first process does alone, for which it would need split weights whole.
+
+    Raises:
+        UsageError: for the first that was requested.
+    """
+    for name in ("sample_every", "held_out"):
+        if getattr(run, name):
+            text = "no process has the whole network with `shard_weights`; drop one of the two"
+            raise UsageError(f"`{name}`: {text}")
 
 
 Settings = TypeVar("Settings", bound=Record)

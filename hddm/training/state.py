@@ -4,6 +4,8 @@ OUT.run/
   run.json                     settings, data, environment and changes of the run, and how it is kept
   checkpoints/step_00000500/   weights, ema, optimizer, losses (.safetensors, `TrainingState`),
                                weak (.safetensors) from `Task.weak_step` on,
+                               of split weights (`hddm.training.sharding`) weights.1.safetensors and so on
+                               too, with the rows of the processes after the first,
                                progress.json (counters), manifest.json (SHA-256 of them all, written last)
   logs/, samples/              TensorBoard and pictures
   lock                         held by the process that trains
@@ -36,6 +38,7 @@ from hddm.training.resume import (
     step_of,
 )
 from hddm.training.settings import Keeping, RunOptions
+from hddm.training.sharding import own_part, own_rows, split_as
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, read_json, remove, sha256_of, write_json, writing
 from hddm.utils.records import (
@@ -68,7 +71,7 @@ class Ema:
         self.decay = decay
         self.updates = 0
         self._live = trained_parameters(network)
-        self._shadow = {name: p.detach().float().clone() for name, p in self._live.items()}
+        self._shadow = {name: one.float().clone() for name, one in self._own().items()}
 
     @staticmethod
     def size_of(network: nn.Module) -> int:
@@ -79,7 +82,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        current: list[Tensor] = [p.detach().float() for p in self._live.values()]
+        current = [one.float() for one in self._own().values()]
         torch._foreach_lerp_(list(self._shadow.values()), current, 1 - decay)
         self.updates += 1
 
@@ -87,29 +90,35 @@ class Ema:
         """Return the averages themselves, by the names of the parameters."""
         return self._shadow
 
+    def _own(self) -> dict[str, Tensor]:
+        """Return what this process holds of each parameter."""
+        return {name: own_part(p.detach()) for name, p in self._live.items()}
+
     @torch.no_grad()
     def copy_to_network(self) -> None:
         """Replace the parameters by their averages."""
-        for name, parameter in self._live.items():
-            parameter.copy_(self._shadow[name])
+        for name, value in self._own().items():
+            value.copy_(self._shadow[name])
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Give the network its averages for a block, and its own parameters again afterwards."""
-        own = {name: p.detach().clone() for name, p in self._live.items()}
+        before = {name: one.clone() for name, one in self._own().items()}
         self.copy_to_network()
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, parameter in self._live.items():
-                    parameter.copy_(own[name])
+                for name, value in self._own().items():
+                    value.copy_(before[name])
 
 
 WEIGHTS, EMA, OPTIMIZER, LOSSES = "weights", "ema", "optimizer", "losses"
 WEAK = "weak"
 """In checkpoints after the step whose averages are kept."""
 PROGRESS = "progress.json"
+PARTS = "parts"
+"""Folder of a run in which processes after the first leave their part of a checkpoint."""
 COMPLETE = {PROGRESS, *(f"{name}.safetensors" for name in (WEIGHTS, EMA, OPTIMIZER, LOSSES))}
 """Files of every checkpoint."""
 
@@ -123,6 +132,8 @@ class ProgressRecord(OpenRecord):
     non_finite: Count
     scaler: dict[str, Any] | None = None
     held_out: list[dict[str, Any]] = Field(default_factory=list)
+    parts: Annotated[int, Field(ge=1)] = 1
+    """Files that weights, their averages, the moments and the weak model are split over."""
 
 
 @dataclass
@@ -130,7 +141,8 @@ class TrainingState:
     """Weights as the optimiser left them, their averages, its moments, and counters.
 
     ``losses`` are those of all steps, so ``step`` is their number; a skipped step left NaN or Inf there.
-    ``weak`` is the network with the averages of an early step, in bfloat16, once that is done.
+    ``weak`` is the network with the averages of an early step, in bfloat16, once that is done. If weights are
+    split over processes, tensors are this process's ``part`` of ``parts``.
     """
 
     network: nn.Module
@@ -147,13 +159,21 @@ class TrainingState:
     """Steps in a row that were skipped, up to now."""
     held_out: list[dict[str, Any]] = field(default_factory=list)
     """Errors on held-out images: per measurement its step, and ten errors by name."""
+    part: int = 0
+    parts: int = 1
 
     @property
     def step(self) -> int:
         return len(self.losses)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return all tensors by file and name, not copied; a parameter with two names occurs once."""
+        """Return this process's tensors by file and name, not copied, and none under two names."""
+        files: dict[str, dict[str, Tensor]] = {}
+        for file, tensors in self._live().items():
+            files[file] = {name: own_part(value) for name, value in tensors.items()}
+        return files
+
+    def _live(self) -> dict[str, dict[str, Tensor]]:
         saved = self.network.state_dict()
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
@@ -179,7 +199,7 @@ class TrainingState:
         with self.ema.averaged():
             for name, value in self.network.state_dict().items():
                 dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
-                self.weak[name] = value.to("cpu", dtype, copy=True)
+                self.weak[name] = own_part(value).to("cpu", dtype, copy=True)
 
     def progress(self) -> ProgressRecord:
         """Return the counters."""
@@ -190,24 +210,30 @@ class TrainingState:
             non_finite=self.non_finite,
             scaler=self.scaler.state_dict() or None,
             held_out=self.held_out,
+            parts=self.parts,
         )
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord) -> None:
-        """Load what `tensors` and `progress` returned for the same network."""
-        live = self.tensors()
+    def load(
+        self, tensors: Mapping[str, Mapping[str, Sequence[Tensor]]], progress: ProgressRecord
+    ) -> None:
+        """Load what `tensors` and `progress` returned for the same network, in any number of parts."""
+        live = self._live()
         trained = trained_parameters(self.network)
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
-                value.copy_(tensors[file][key])
-        for key, value in tensors[OPTIMIZER].items():
+                own_part(value).copy_(own_rows(tensors[file][key], live[WEIGHTS][key]))
+        for key, parts in tensors[OPTIMIZER].items():
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
             # anywhere. The step count goes along, since the fused optimizer reads it on the device.
             moment, _, parameter = key.partition(".")
             of = trained[parameter]
-            self.optimizer.state[of][moment] = value.to(of.device).clone()
-        self.losses = tensors[LOSSES]["losses"].tolist()
-        self.weak = dict(tensors.get(WEAK, {}))
+            own = own_rows(parts, of).to(of.device).clone()
+            self.optimizer.state[of][moment] = split_as(own, of) if own.ndim else own
+        self.losses = tensors[LOSSES]["losses"][0].tolist()
+        state = self.network.state_dict()
+        for key, parts in tensors.get(WEAK, {}).items():
+            self.weak[key] = own_rows(parts, state[key])
         self.ema.updates = progress.ema_updates
         self.seconds, self.non_finite = progress.seconds, progress.non_finite
         self.held_out = progress.held_out
@@ -247,9 +273,9 @@ class Run:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         path = self.begun_at
         if path is not None:
-            tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
             file = path / PROGRESS
-            state.load(tensors, parse_record(read_json(file), ProgressRecord, str(file)))
+            progress = parse_record(read_json(file), ProgressRecord, str(file))
+            state.load(_read_parts(path, progress.parts), progress)
             log.info("%s: continuing from step %d", self.folder, state.step)
 
     def is_late(self) -> bool:
@@ -261,6 +287,13 @@ class Run:
         # By the clock alone, a checkpoint of skipped steps must not replace a good one.
         return (is_late and not state.non_finite) or state.step % self.options.checkpoint_every == 0
 
+    def save_part(self, state: TrainingState) -> None:
+        """Write the tensors of a process after the first, which `save` in the first one takes in."""
+        folder = self.folder / PARTS
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            _write(state, folder)
+
     def save(self, state: TrainingState) -> None:
         """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`."""
         begun = time.monotonic()
@@ -271,9 +304,10 @@ class Run:
             # Damaged, or the run would have resumed from it.
             remove(target)
         with new_folder(target, MANIFEST, is_locked=True, kept=self.kept) as draft:
-            for name, each in state.tensors().items():
-                on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
-                save_file(on_cpu, draft / f"{name}.safetensors")
+            for name in _write(state, draft):
+                for part in range(1, state.parts):
+                    file = _file_of(name, part)
+                    (self.folder / PARTS / file).replace(draft / file)
             write_json(draft / PROGRESS, state.progress().model_dump(mode="json"))
             write_manifest(draft)
         if not _is_complete(target):
@@ -300,6 +334,36 @@ class Run:
                 remove(path)
         except OSError as error:
             log.warning("%s: older checkpoints could not be removed (%s)", self._checkpoints, error)
+
+
+def _file_of(name: str, part: int) -> str:
+    """Return the name of the file of a ``part``."""
+    return f"{name}.{part}.safetensors" if part else f"{name}.safetensors"
+
+
+def _write(state: TrainingState, folder: Path) -> list[str]:
+    """Write this process's tensors; return the names of those that are split over processes."""
+    split: list[str] = []
+    for name, each in state.tensors().items():
+        if name != LOSSES:
+            split.append(name)
+        elif state.part:
+            continue
+        on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
+        save_file(on_cpu, folder / _file_of(name, state.part))
+    return split
+
+
+def _read_parts(path: Path, number: int) -> dict[str, dict[str, list[Tensor]]]:
+    """Map the tensors of a checkpoint to memory, by file and name, in the parts that they were written in."""
+    found: dict[str, dict[str, list[Tensor]]] = {}
+    for name in (WEIGHTS, EMA, OPTIMIZER, LOSSES, WEAK):
+        for part in range(number):
+            file = path / _file_of(name, part)
+            if file.exists():
+                for key, value in read_safetensors(file).items():
+                    found.setdefault(name, {}).setdefault(key, []).append(value)
+    return found
 
 
 def _is_complete(path: Path) -> bool:

@@ -15,10 +15,10 @@ from hddm.checkpoints.lora import convert_lora
 from hddm.experts.assembly import assemble
 from hddm.experts.expert_folders import open_expert
 from hddm.experts.expert_set import ExpertSet
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Computing
+from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, printed
 from tests.checkpoint_files import record_of
 

@@ -30,7 +30,8 @@ from hddm.experts.denoising import velocity_errors
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample
 from hddm.training.expert import train_expert
-from hddm.training.loop import OnTrainingStep, StepInputs, StepReport, Task, fit
+from hddm.training.loader import StepInputs
+from hddm.training.loop import OnTrainingStep, StepReport, Task, fit
 from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
 from hddm.training.trackers import _mode

@@ -14,7 +14,7 @@ from torch import Tensor
 from hddm.condition_names import TEXT
 from hddm.data.shards import ALL, Rows, Shard, TokenStore, join_samples, open_shard
 from hddm.schedules import CosineSchedule, EDMSchedule, Schedule
-from hddm.training.loop import Order
+from hddm.training.loader import Order
 from hddm.training.objectives import Objective, drawing
 from hddm.units import Units
 from hddm.utils.streams import Use

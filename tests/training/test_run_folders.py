@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hddm.experts.records import EXPERT_FILE
 from hddm.training import state
 from hddm.training.expert import train_expert
-from hddm.training.loop import StepInputs, Task, fit
+from hddm.training.loader import StepInputs
+from hddm.training.loop import Task, fit
 from hddm.training.resume import run_folder_of, value_at, with_changes
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import open_run

@@ -7,18 +7,21 @@ import pytest
 
 from hddm.training.settings import (
     NEW,
+    AllSettings,
     DistillRecipe,
     DistillSettings,
     ExpertRecipe,
     ExpertSettings,
     LoopFields,
     Recipe,
+    RunOptions,
     Start,
+    refuse_watched,
     resolve,
     settings_of,
 )
 from hddm.utils.errors import HddmError
-from hddm.utils.records import WHOLE
+from hddm.utils.records import WHOLE, Record
 from tests.artefacts import refusal
 
 BASE = {"objective": "flow", "steps": 5}
@@ -197,3 +200,30 @@ def test_a_setting_that_would_have_no_effect_is_refused() -> None:
     for unused in ({"lora_alpha": 4}, {"lora_rank": 2, "weak_at": 0.5}):
         with pytest.raises(HddmError, match=r"`(lora_rank|weak_at)`"):
             resolve(ExpertRecipe, ExpertSettings(**FLOW, **unused), CONTINUED)
+
+
+@pytest.mark.parametrize("kind", [ExpertSettings, DistillSettings])
+def test_what_does_not_go_with_split_weights_is_refused(kind: type[Record]) -> None:
+    base = {name: value for name, value in BASE.items() if name in kind.model_fields}
+    split = base | {"shard_weights": True}
+    assert kind.model_validate(split).model_dump()["shard_weights"]
+    told = refusal(settings_of, kind, None, split | {"compile": True})
+    assert told == "`compile` does not work with `shard_weights`; drop one of the two"
+    told = refusal(settings_of, kind, None, split | {"mixed_precision": "fp16"})
+    assert told == "`mixed_precision` fp16 does not work with `shard_weights`; use bf16"
+
+
+def test_experts_that_have_one_process_each_have_no_split_weights() -> None:
+    told = refusal(settings_of, AllSettings, None, BASE | {"shard_weights": True})
+    assert told.startswith("`shard_weights`: each of these experts has one process")
+
+
+@pytest.mark.parametrize("given", [{"sample_every": 3}, {"held_out": Path("held_out")}])
+def test_what_the_first_process_would_do_alone_is_refused_with_split_weights(
+    given: dict[str, Any],
+) -> None:
+    (name,) = given
+    told = refusal(refuse_watched, RunOptions.model_validate(given))
+    text = "no process has the whole network with `shard_weights`; drop one of the two"
+    assert told == f"`{name}`: {text}"
+    refuse_watched(RunOptions())

@@ -18,7 +18,8 @@ from hddm.networks.sizes import size_config
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.device import optimizer_of
 from hddm.training.expert import train_expert
-from hddm.training.loop import Loader, Order, StepInputs, StepReport, Task, fit
+from hddm.training.loader import Loader, Order, StepInputs
+from hddm.training.loop import StepReport, Task, fit
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
