@@ -114,7 +114,8 @@ def test_guidance_is_its_formula_in_one_batch_against_the_null_condition_by_defa
 def test_outside_its_interval_guidance_costs_nothing() -> None:
     network, labels = ConditionSum(), torch.tensor([1, 2])
     guidance = Guidance(2.0, interval=(0.3, 0.6))
-    found = sample(_field(network), 2, steps=10, guidance_scale=guidance, class_labels=labels)
+    how = {"steps": 10, "solver": "euler", "guidance_scale": guidance}
+    found = sample(_field(network), 2, **how, class_labels=labels)
     # Euler asks at 1, 0.9, … 0.1: guided at 0.6, 0.5, 0.4 and 0.3, the ends of the interval included.
     asked = [given["class_labels"] for given in network.conditions]
     assert asked == [[1, 2]] * 4 + [[1, 2, 9, 9]] * 4 + [[1, 2]] * 2
