@@ -30,6 +30,7 @@ from hddm.networks.components import MODEL_INDEX
 from hddm.networks.encoders import ALONE, READ_VAES
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.utils.addresses import refuse_fetched
 from hddm.utils.errors import HddmError, an, did_you_mean, one_line
 from hddm.utils.files import (
     alone,
@@ -403,6 +404,7 @@ def replace_file(
     ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
     `hddm.utils.files.new_folder`.
     """
+    refuse_fetched(folder)
     # A link stays, and what it leads to is replaced.
     target = folder.resolve()
     whole = ensemble_around(target) or target
@@ -424,6 +426,7 @@ def replace_file(
 
 def replace_ensemble_record(folder: Path, record: EnsembleRecord) -> None:
     """Replace ``ensemble.json`` of a folder, with the folder as a whole; raises as `replace_file`."""
+    refuse_fetched(folder)
     whole = folder.resolve()
     with (
         alone(whole, REPLACE_SECONDS),
