@@ -95,7 +95,9 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
         bound = signature.bind(*arguments, **values)
         for name, value in bound.arguments.items():
             types = (kinds[name], *get_args(kinds[name]))
-            if (isinstance(value, str) and Path in types and str not in types) or isinstance(value, Path):
+            if (isinstance(value, str) and Path in types and str not in types) or isinstance(
+                value, Path
+            ):
                 bound.arguments[name] = as_path(value)
             elif isinstance(value, list | tuple) and Sequence[Path] in types:
                 bound.arguments[name] = list(map(as_path, value))

@@ -24,7 +24,7 @@ from hddm.training.settings import RunOptions
 from hddm.utils.addresses import Address, is_file, reached
 from hddm.utils.errors import HddmError
 from hddm.utils.fetching import fetched
-from hddm.utils.files import below, new_folder, write_whole
+from hddm.utils.files import below, link_or_copy, new_folder, write_whole
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage
 from hddm.utils.uploading import begin, end, refuse_existing, upload, upload_files, work_folder
 
