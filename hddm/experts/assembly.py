@@ -172,9 +172,10 @@ def assemble(
     level of expert and router folders only. Weights that adapters change are stored once.
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
-    moments (`hddm.routers.MomentsRouter`). Experts, router and ``out`` may be addresses. ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
-    that experts keep, or several (`hddm.experts.components`). ``classes`` may be a dictionary in place of a
-    file (`hddm.experts.decisions.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
+    moments (`hddm.routers.MomentsRouter`). Experts, router and ``out`` may be addresses. ``vae``,
+    ``text_encoder`` and ``tokenizer`` are by default those that experts keep, or several
+    (`hddm.experts.components`). ``classes`` may be a dictionary in place of a file
+    (`hddm.experts.decisions.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
     folder (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and

@@ -191,10 +191,10 @@ def test_the_cache_keeps_to_its_bound_and_what_is_in_use(
     assert most == 2 * size
     assert kept.is_file()
     # Two at once are in use, and neither goes.
-    with held(at(f"{memory}/tars/0.tar")) as one, held(at(f"{memory}/tars/1.tar")) as two:
-        with held(at(f"{memory}/tars/2.tar")):
-            assert one.is_file()
-            assert two.is_file()
+    zero, one, two = (at(f"{memory}/tars/{number}.tar") for number in range(3))
+    with held(zero) as first, held(one) as second, held(two):
+        assert first.is_file()
+        assert second.is_file()
     monkeypatch.setenv("HDDM_CACHE_SIZE", "5")
     assert "HDDM_CACHE_SIZE=5: is no size" in refusal(held(at(f"{memory}/tars/3.tar")).__enter__)
 
