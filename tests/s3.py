@@ -97,7 +97,8 @@ def command_of(*words: object) -> list[str]:
 
 
 def in_its_own(**changes: str) -> dict[str, Any]:
-    """Arguments of `subprocess.run` for `command_of`."""
+    """Arguments of `subprocess.run` for `command_of`; a variable that becomes empty is left out."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'cli'}"
     own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **changes}
+    own = {name: value for name, value in own.items() if value}
     return {"env": own, "text": True, "capture_output": True}

@@ -46,6 +46,11 @@ class Address(PosixPath):
         return str(self).partition(":")[0]
 
     @property
+    def is_whole(self) -> bool:
+        """True for a whole bucket or host."""
+        return self.parent.name.endswith(":") or not self.name
+
+    @property
     def opened_as(self) -> str:
         """The address that fsspec is given, with its secrets."""
         return self.secret or str(self)

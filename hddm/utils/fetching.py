@@ -67,7 +67,12 @@ class Listing(NamedTuple):
 def version_of(info: Mapping[str, Any]) -> str:
     """What differs for another content of a file, by what its file system tells of it."""
     own = [str(info[name]) for name in _HASHES if info.get(name)]
-    own = own or [str(info[name]) for name in _TIMES if info.get(name)]
+    if not own:
+        for name in _TIMES:
+            time = info.get(name)
+            # A listing may have as a number what the answer for one file has as a date.
+            if time:
+                own.append(str(time.timestamp() if hasattr(time, "timestamp") else time))
     return " ".join([*own, str(info.get("size"))])
 
 
@@ -77,7 +82,7 @@ def listed(address: Address) -> Listing:
         files.invalidate_cache()
         is_web = address.scheme in ("http", "https")
         # On the web every address is a file, and one without an ending may be a page that lists files.
-        if is_web and not address.suffix:
+        if is_web and (address.is_whole or not address.suffix):
             path = path.rstrip("/") + "/"
             found = {name: files.info(name) for name in files.find(path)}
         else:

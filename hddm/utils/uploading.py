@@ -67,7 +67,7 @@ def end(out: Address) -> None:
 
 def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
     """Refuse an address with a result, which the file ``record`` marks; raises `HddmError` as `reached`."""
-    if not out.name or out.parent.name.endswith(":"):
+    if out.is_whole:
         raise HddmError(f"{out}: is a whole bucket; name a folder in it")
     if out.secret:
         raise HddmError(
