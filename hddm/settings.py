@@ -19,6 +19,7 @@ from hddm.guidance import OPTIONS as GUIDANCE_OPTIONS
 from hddm.guidance import Guidance, GuidanceNorm, GuideBy, Interval, refuse_two_sizes
 from hddm.predictions import PredictionType
 from hddm.strategies import Strategy
+from hddm.utils.addresses import as_path
 from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
 from hddm.utils.records import (
     OPTIONS,
@@ -94,10 +95,12 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
         bound = signature.bind(*arguments, **values)
         for name, value in bound.arguments.items():
             types = (kinds[name], *get_args(kinds[name]))
-            if isinstance(value, str) and Path in types and str not in types:
-                bound.arguments[name] = Path(value)
+            if (isinstance(value, str) and Path in types and str not in types) or isinstance(
+                value, Path
+            ):
+                bound.arguments[name] = as_path(value)
             elif isinstance(value, list | tuple) and Sequence[Path] in types:
-                bound.arguments[name] = list(map(Path, value))
+                bound.arguments[name] = list(map(as_path, value))
         return function(*bound.args, **bound.kwargs)
 
     given = [one for name, one in signature.parameters.items() if name not in records]

@@ -19,6 +19,7 @@ from hddm.training.router import train_router
 from hddm.utils import pickles
 from hddm_cli.app import app
 from tests.artefacts import Command, expert_settings, router_settings, write_images
+from tests.s3 import s3, s3_port  # noqa: F401
 
 if TYPE_CHECKING:
     from tests.benchmark_files import Finished

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.settings import MODEL, AssemblySettings, Described, Shown
+from hddm.utils.addresses import Address, as_path, made_at
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
@@ -20,7 +21,7 @@ class EnsembleChange(Described):
     """What an ensemble is made of, or what changes in one."""
 
     out: Path | None = None
-    """Output folder; must not exist. Default: change the ensemble in place."""
+    """Output folder, or its address; must not exist. Default: change the ensemble in place."""
     router: Annotated[str | None, Shown("FOLDER|moments|reliability")] = None
     """Router folder; moments: from the experts' data statistics; or reliability: weights by noise level."""
     add: Annotated[tuple[Path, ...], MODEL] = ()
@@ -42,7 +43,9 @@ def assemble(
 
     Before anything is written, hddm checks that the parts fit together.
     """
-    out, router = options.out, options.router
+    out = None if options.out is None else as_path(options.out)
+    router = options.router
+    options = options.model_copy(update={"out": out})
     whole = [one for one in experts if (one / ENSEMBLE_FILE).is_file()]
     changes = bool(options.add or options.remove or whole)
     if changes and len(experts) != 1:
@@ -57,7 +60,7 @@ def assemble(
         raise UsageError("--out is required, the folder to write")
     if router not in (None, "moments", "reliability"):
         restore(Path(router))
-    if out is not None:
+    if out is not None and not isinstance(out, Address):
         check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.classes import join_classes
     from hddm.experts.assembly import assemble as put_together
@@ -76,11 +79,12 @@ def assemble(
     for note in notes:
         say(f"note: {note}")
     written = out or experts[0]
-    ensemble = read_ensemble_record(written)
+    here = made_at(written)
+    ensemble = read_ensemble_record(here)
     typer.echo(
         f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}"
     )
-    opened = experts_in(written, ensemble)
+    opened = experts_in(here, ensemble)
     parts, shares_of = parts_of(opened), []
     domains = dict.fromkeys(part.domain for part in parts)
     if len(domains) == 1 < len(parts):

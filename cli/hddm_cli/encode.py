@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 
 from hddm.settings import EncodingSettings
-from hddm_cli.options import InputArgument, Out, Overwrite
+from hddm_cli.options import InputArgument, OutOrAddress, Overwrite
 
 
 def encode(
     source: Annotated[
         Path, InputArgument(help="Shard folder of images, or the folder of all shards.")
     ],
-    out: Out,
+    out: OutOrAddress,
     settings: EncodingSettings,
     overwrite: Overwrite = False,
 ) -> None:

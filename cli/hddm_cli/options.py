@@ -17,6 +17,7 @@ from pydantic import BeforeValidator
 
 from hddm.settings import MODEL, READ, Shown
 from hddm.training.settings import settings_of
+from hddm.utils.addresses import Address, address_of, as_path, on_disk, refuse_address
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import check_absent, is_empty, restore
 from hddm.utils.hub import HubName, local
@@ -27,30 +28,57 @@ from hddm_cli.usage import Verb, as_typed
 def existing(param: typer.CallbackParam, value: Any) -> Any:
     """Callback of paths that are read: one that is not there is refused before anything is imported for it.
 
+    What is at an address is fetched.
+
     Raises:
         UsageError: for the first that is not there, nor was left aside by a killed process.
+        HddmError: as `hddm.utils.addresses.on_disk`.
     """
+    found = each_of(value, on_disk)
+    refuse_missing(param, found)
+    return found
+
+
+def each_of(value: Any, read: Callable[[Path], Path]) -> Any:
+    """``read`` of a path, or of each of several; None where there is none."""
+    if isinstance(value, Path):
+        return read(value)
+    return [read(path) for path in value] if value else value
+
+
+def refuse_missing(param: typer.CallbackParam, value: Any) -> None:
+    """Refuse the first path that is not on this machine, but for addresses; raises as `existing`."""
     paths: Iterable[Path] = [value] if isinstance(value, Path) else value or ()
     for path in paths:
+        if isinstance(path, Address):
+            continue
         if not path.exists():
             restore(path)
         if not path.exists():
             option = f"{param.opts[0]} " if param.param_type_name == "option" else ""
             raise UsageError(f"{option}{path}: no such file or folder")
-    return value
+
+
+def addressed(param: typer.CallbackParam, value: Any) -> Any:
+    """Callback of paths that are read part by part: what is at an address is fetched when it is read.
+
+    Raises:
+        UsageError: as `existing`.
+    """
+    found = each_of(value, as_path)
+    refuse_missing(param, found)
+    return found
 
 
 def fetched(param: typer.CallbackParam, value: Any) -> Any:
-    """Callback of paths of models: a name on a hub becomes the path that it is downloaded to.
+    """Callback of paths of models: a name on a hub, or an address, becomes where it is downloaded to.
 
     Raises:
         HddmError: as `hddm.utils.hub.local`, and as `existing`.
     """
-    if isinstance(value, Path):
-        value = local(value)
-    elif value:
-        value = [local(path) for path in value]
-    return existing(param, value)
+    found = each_of(value, local)
+    refuse_missing(param, found)
+    return found
 
 
 def named(param: typer.CallbackParam, value: Any) -> Any:
@@ -59,7 +87,16 @@ def named(param: typer.CallbackParam, value: Any) -> Any:
     Raises:
         UsageError: as `existing`.
     """
-    return value if HubName.parse(str(value)) is not None else existing(param, value)
+    return value if HubName.parse(str(value)) is not None else addressed(param, value)
+
+
+def absent_or_address(context: typer.Context, value: Path) -> Path:
+    """Callback of --out of verbs that upload what they write to an address, and look at it themselves.
+
+    Raises:
+        HddmError: as `absent`.
+    """
+    return address_of(value) or absent(context, value)
 
 
 def absent(context: typer.Context, value: Path) -> Path:
@@ -71,6 +108,7 @@ def absent(context: typer.Context, value: Path) -> Path:
     Raises:
         HddmError: as `check_absent`.
     """
+    refuse_address(value)
     if not any(context.params.get(name) for name in ("overwrite", "resume", "dry_run")):
         check_absent(value, EXPERT_FILE)
     return value
@@ -83,12 +121,17 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
 
 
 InputArgument = functools.partial(typer.Argument, callback=existing)
+SourceArgument = functools.partial(typer.Argument, callback=addressed)
 InputOption = functools.partial(typer.Option, callback=existing)
 ModelArgument = functools.partial(typer.Argument, callback=fetched)
 NamedArgument = functools.partial(typer.Argument, callback=named)
 ModelOption = functools.partial(typer.Option, callback=fetched)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
+OutOrAddress = Annotated[
+    Path,
+    typer.Option(help="Output folder, or its address; must not exist.", callback=absent_or_address),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)
 ]

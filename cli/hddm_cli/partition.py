@@ -7,7 +7,7 @@ import typer
 
 from hddm.settings import PartitionSettings
 from hddm.utils.errors import UsageError
-from hddm_cli.options import InputArgument, Out, Overwrite, checked_by
+from hddm_cli.options import OutOrAddress, Overwrite, SourceArgument, checked_by
 
 
 def check_division(shards: int | None, settings: PartitionSettings) -> None:
@@ -22,11 +22,11 @@ def check_division(shards: int | None, settings: PartitionSettings) -> None:
 def partition(
     images: Annotated[
         list[Path],
-        InputArgument(
-            help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files."
+        SourceArgument(
+            help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files, or an address."
         ),
     ],
-    out: Out,
+    out: OutOrAddress,
     settings: PartitionSettings,
     shards: Annotated[
         int | None, typer.Option(min=1, metavar="NUMBER", help="Number of shards.")
@@ -46,12 +46,14 @@ def partition(
         PartitionRecord,
         read_manifest,
     )
+    from hddm.utils.addresses import made_at
     from hddm.utils.errors import TO_ONE_SIZE, counted, shown
     from hddm.utils.progress import Progress
     from hddm.utils.records import read_record
 
     cache, held_out = settings.cache, settings.held_out
-    kept = cache or out.with_name(f"{out.name}.features")
+    here = made_at(out)
+    kept = cache or here.with_name(f"{here.name}.features")
     options, number = settings.model_copy(update={"cache": kept}), shards or len(settings.classes)
     with Progress(None, "partition"):
         folders = divide(
@@ -62,7 +64,7 @@ def partition(
             overwrite=overwrite,
             replace_cache=overwrite and cache is None,
         )
-    record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
+    record = read_record(here / PARTITION_FILE, PartitionRecord, FORMAT)
     root = images[0] if len(images) == 1 else Path()
     for name in shown([f"{root / name}: cannot be read" for name in record.skipped]):
         typer.echo(f"skipped {name}", err=True)
@@ -80,7 +82,7 @@ def partition(
             "; equal images are kept together, all to train on or all held out" if held_out else ""
         )
         typer.echo(f"{copies}{kept_together}")
-    sizes = {read_manifest(folder).size for folder in folders}
+    sizes = {read_manifest(here / folder.name).size for folder in folders}
     if len(sizes) > 1 or None in sizes:
         typer.echo(
             f"{out}: images of several sizes, and training takes one: {TO_ONE_SIZE}", err=True

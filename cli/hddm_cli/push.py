@@ -31,20 +31,30 @@ def push(
         Path, InputArgument(help="Ensemble folder; only files in its manifests are sent.")
     ],
     name: Annotated[
-        str, typer.Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")
+        str,
+        typer.Argument(
+            metavar="OWNER/NAME", help="Repository, created if it does not exist; or an address."
+        ),
     ],
     options: PushOptions,
 ) -> None:
-    """Publish an ensemble on the Hugging Face Hub.
+    """Publish an ensemble on the Hugging Face Hub, or copy it to an address such as s3://bucket/name.
 
     The model card is written from the records of its parts, unless the folder holds a README.md of your own.
     Log in with hf auth login, or set HF_TOKEN.
     """
-    from hddm.pipelines.hub import CARD, plan_upload, upload
+    from hddm.pipelines.hub import CARD, plan_upload, upload, upload_to_address
+    from hddm.utils.addresses import address_of
 
+    address = address_of(name)
+    name = name if address is None else str(address)
     planned = plan_upload(ensemble, name, options.licence, options.picture, options.results)
     for note in planned.notes:
         say(f"note: {note}")
+    if not options.dry_run and address is not None:
+        upload_to_address(planned, address)
+        typer.echo(address)
+        return
     if not options.dry_run:
         typer.echo(upload(planned, options.private or None))
         return

@@ -25,6 +25,7 @@ from hddm_cli.options import (
     InputOption,
     ModelOption,
     Out,
+    OutOrAddress,
     Overwrite,
     Without,
     add,
@@ -61,7 +62,7 @@ def expert(
     shard: Annotated[
         Path, InputArgument(help="Shard folder, written by hddm partition or hddm encode.")
     ],
-    out: Out,
+    out: OutOrAddress,
     settings: ExpertSettings,
     run: RunOptions,
     init: Init = None,

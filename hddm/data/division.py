@@ -9,7 +9,7 @@ content of a partition, and a run finds what an earlier one of the same content 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -113,43 +113,58 @@ def write_shards(
     of_all = hashlib.sha256("\n".join(of_shards).encode()).hexdigest()
     source, found = division.source, division.found
     with Progress(len(found), "write") as advance:
-        for part, content in hashes.items():
+        for part, number, some in _written_at_a_time(division, hashes):
             folder = draft.whole / part.name
             folder.mkdir(parents=True, exist_ok=True)
-            places = division.places(part)
-            for number, first in enumerate(range(0, len(places), WRITTEN)):
-                some = places[first : first + WRITTEN]
-                record = draft.parts / part.name / f"{number:05d}"
-                if draft.done(record) is not None:
-                    advance.skip(len(some))
-                    continue
-                changed = _write_images(division, some, folder)
-                if changed is not None:
-                    draft.clear()
-                    remedy = "partition again"
-                    if cache:
-                        remedy = f"remove {cache}, or name another folder with `cache`"
-                    text = f"changed since its features were computed; {remedy}"
-                    raise HddmError(f"{source.root / source.files[changed]}: {text}")
-                draft.finish(record, {"images": len(some)})
-                advance(len(some))
-            listed = write_list(folder, division.entries(part), len(places), source.classes)
-            shapes = found.shapes[places]
-            is_one_size = (shapes[:, :2] == shapes[0, :2]).all()
-            manifest = ShardManifest(
-                format=FORMAT,
-                shard=part.shard,
-                num_shards=division.num_shards,
-                classes=list(source.classes),
-                hash=content,
-                partition=of_all,
-                held_out_of=of_shards[part.shard] if part.is_held_out else None,
-                channels=3 if (shapes[:, 2] == 3).any() else 1,
-                size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
-                images=listed.images,
-                table=listed.table,
-            )
-            write_manifest(folder, manifest)
+            record = draft.parts / part.name / f"{number:05d}"
+            if draft.done(record) is not None:
+                advance.skip(len(some))
+                continue
+            changed = _write_images(division, some, folder)
+            if changed is not None:
+                draft.clear()
+                remedy = "partition again"
+                if cache:
+                    remedy = f"remove {cache}, or name another folder with `cache`"
+                text = f"changed since its features were computed; {remedy}"
+                raise HddmError(f"{source.root / source.files[changed]}: {text}")
+            draft.finish(record, {"images": len(some)})
+            advance(len(some))
+    for part, content in hashes.items():
+        folder = draft.whole / part.name
+        places = division.places(part)
+        listed = write_list(folder, division.entries(part), len(places), source.classes)
+        shapes = found.shapes[places]
+        is_one_size = (shapes[:, :2] == shapes[0, :2]).all()
+        manifest = ShardManifest(
+            format=FORMAT,
+            shard=part.shard,
+            num_shards=division.num_shards,
+            classes=list(source.classes),
+            hash=content,
+            partition=of_all,
+            held_out_of=of_shards[part.shard] if part.is_held_out else None,
+            channels=3 if (shapes[:, 2] == 3).any() else 1,
+            size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
+            images=listed.images,
+            table=listed.table,
+        )
+        write_manifest(folder, manifest)
+
+
+def _written_at_a_time(
+    division: Division, parts: Iterable[ShardPart]
+) -> list[tuple[ShardPart, int, Indices]]:
+    """Places of images that are written together, with their part and number, in the source's order.
+
+    So archives that are fetched when they are read are fetched about once, and not once for every shard.
+    """
+    found: list[tuple[ShardPart, int, Indices]] = []
+    for part in parts:
+        places = division.places(part)
+        for number, first in enumerate(range(0, len(places), WRITTEN)):
+            found.append((part, number, places[first : first + WRITTEN]))
+    return sorted(found, key=lambda one: int(one[2][0]))
 
 
 def _write_images(division: Division, places: Indices, folder: Path) -> int | None:

@@ -35,6 +35,7 @@ from hddm.data.shard_records import (
     find_shards,
     read_content,
     read_images_manifest,
+    read_manifest,
     refuse_without_tables,
     write_list,
     write_manifest,
@@ -46,6 +47,7 @@ from hddm.networks.text_encoder import embed, read_text_encoder, text_encoder_re
 from hddm.networks.tokenizer import cuts, read_tokenizer
 from hddm.networks.vae import encode, read_vae, scale_of, vae_record_of
 from hddm.settings import EncodingSettings
+from hddm.utils.addresses import Address, on_disk
 from hddm.utils.errors import HddmError, UsageError, an
 from hddm.utils.files import refuse_full_disk, sha256_of, write_whole
 from hddm.utils.progress import Progress
@@ -107,8 +109,11 @@ def encode_shards(
     resolution, a size that the VAE does not take, more bad images than allowed, latents outside the dtype's
     range, and a full disk.
     """
+    source = on_disk(source)
+    if isinstance(out, Address):
+        return _encoded_to(source, out, settings, overwrite, rows)
     is_partition = (source / PARTITION_FILE).is_file()
-    folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
+    folders = _shards_in(source)
     with Progress(None, "read the networks", is_drawn=False):
         # Networks take minutes to read, so what needs none is checked first.
         has_text = _has_text(settings)
@@ -174,6 +179,37 @@ def encode_shards(
             )
         if is_partition:
             shutil.copyfile(source / PARTITION_FILE, draft.whole / PARTITION_FILE)
+    return encoded
+
+
+def _shards_in(source: Path) -> list[Path]:
+    """A shard itself, or all shards of a partition."""
+    if not (source / PARTITION_FILE).is_file():
+        return [source]
+    return [*find_shards(source), *find_held_out(source)]
+
+
+def _encoded_to(
+    source: Path, out: Address, settings: EncodingSettings, overwrite: bool, rows: int | None
+) -> dict[Path, "EncodedShard"]:
+    """`encode_shards` to an address."""
+    from hddm.utils.uploading import produced
+
+    record = PARTITION_FILE if (source / PARTITION_FILE).is_file() else SHARD_FILE
+    # Batch size and device change nothing but rounding.
+    chosen = settings.model_dump(mode="json", exclude={"batch_size", "device"})
+    identity = {**chosen, "source": sha256_of(source / record), "rows_of_a_file": rows}
+
+    def make(folder: Path) -> object:
+        return encode_shards(source, folder, settings, rows=rows)
+
+    folder = produced(out, record, identity, overwrite, make)
+    encoded: dict[Path, EncodedShard] = {}
+    for shard in _shards_in(folder):
+        made = read_manifest(shard)
+        assert made.encoding is not None
+        place = out / shard.relative_to(folder)
+        encoded[place] = EncodedShard(made.num_rows, made.encoding, made.skipped)
     return encoded
 
 

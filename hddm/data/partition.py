@@ -25,6 +25,7 @@ from hddm.data.shard_records import (
     HELD_OUT,
     MIN_IMAGES,
     PARTITION_FILE,
+    SHARD_FILE,
     PartitionRecord,
     holds_shard,
     refuse_without_tables,
@@ -32,6 +33,7 @@ from hddm.data.shard_records import (
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
 from hddm.settings import PartitionSettings, keywords
+from hddm.utils.addresses import Address, is_file, refuse_address
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import check_absent, write_json
 from hddm.utils.streams import Use, stream
@@ -59,7 +61,7 @@ def partition(
 
     Args:
         images: source, as in `hddm.data.sources.open_source`, or several that are taken together.
-        out: folder of the partition.
+        out: folder of the partition, or the address that it is uploaded to (`hddm.utils.uploading`).
         num_shards: number of shards.
         settings: its fields are keywords: see `hddm.settings.PartitionSettings`. Without a ``cache``,
             features are not kept.
@@ -74,9 +76,25 @@ def partition(
     """
     seed, cache, held_out = settings.seed, settings.cache, settings.held_out
     folders = [images] if isinstance(images, Path) else list(images)
+    if isinstance(out, Address):
+        from hddm.utils.uploading import produced
+
+        asked = {"num_shards": num_shards, **settings.model_dump(mode="json", exclude={"cache"})}
+        asked["images"] = [str(one) for one in folders]
+
+        def make(folder: Path) -> object:
+            return partition(folders, folder, num_shards, settings, replace_cache=replace_cache)
+
+        produced(out, PARTITION_FILE, asked, overwrite, make)
+        return [out / f"shard_{k}" for k in range(num_shards)]
+    if cache is not None:
+        refuse_address(cache)
     for folder in folders:
         # A partition's pictures and held-out images would be trained on, and a shard has no class folders.
-        if (folder / PARTITION_FILE).is_file() or holds_shard(folder):
+        is_shard = (
+            is_file(folder / SHARD_FILE) if isinstance(folder, Address) else holds_shard(folder)
+        )
+        if is_shard or is_file(folder / PARTITION_FILE):
             raise HddmError(
                 f"{folder}: is already a partition or a shard; name the original images"
             )

@@ -56,8 +56,10 @@ from hddm.fit import Findings, are_alike, compare_kinds
 from hddm.networks.programs.permission import opens_programs
 from hddm.settings import AssemblySettings, keywords
 from hddm.strategies import Strategy, refuse_unrouted
+from hddm.utils.addresses import Address, refuse_fetched
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore, sha256_once
+from hddm.utils.hub import local
 from hddm.utils.records import MANIFEST, MODEL_INDEX, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
@@ -150,14 +152,23 @@ def assemble(
     level of expert and router folders only. Weights that adapters change are stored once.
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
-    moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
-    that experts keep, or several (`hddm.experts.components`). ``classes`` may be a dictionary in place of a
-    file (`hddm.experts.decisions.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
+    moments (`hddm.routers.MomentsRouter`). Experts, router and ``out`` may be addresses. ``vae``,
+    ``text_encoder`` and ``tokenizer`` are by default those that experts keep, or several
+    (`hddm.experts.components`). ``classes`` may be a dictionary in place of a file
+    (`hddm.experts.decisions.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
     folder (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
     """
+    if isinstance(out, Address):
+        from hddm.utils.uploading import made_and_uploaded
+
+        def make(folder: Path) -> tuple[str, ...]:
+            return assemble(experts, folder, router, settings=settings)
+
+        return made_and_uploaded(out, ENSEMBLE_FILE, overwrite, make)
+    experts = [local(folder) for folder in experts]
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
     opened = read_experts(experts, members)
     routing = named_router(router)
@@ -173,7 +184,7 @@ def named_router(router: str | Path | None) -> Routing:
         return Routing(evidence=MOMENTS_EVIDENCE)
     if router == RELIABILITY:
         return Routing(by_reliability=True)
-    return Routing(None if router is None else Path(router))
+    return Routing(None if router is None else local(router))
 
 
 @keywords
@@ -203,6 +214,16 @@ def change(
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, and a link that leaves the
     folder (whose content would become part of it).
     """
+    if isinstance(out, Address):
+        from hddm.utils.uploading import made_and_uploaded
+
+        def make(folder: Path) -> tuple[str, ...]:
+            return change(ensemble, add, remove, router, folder, settings=settings)
+
+        return made_and_uploaded(out, ENSEMBLE_FILE, overwrite, make)
+    if out is None:
+        refuse_fetched(ensemble)
+    ensemble = local(ensemble)
     restore(ensemble)
     record = read_ensemble_record(ensemble)
     for path in ensemble.rglob("*"):

@@ -35,6 +35,7 @@ from hddm.experts.ensemble_records import (
 )
 from hddm.experts.record_folders import write_records
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record
+from hddm.utils.addresses import refuse_fetched
 from hddm.utils.errors import HddmError, an
 from hddm.utils.files import (
     alone,
@@ -184,6 +185,7 @@ def replace_file(
     ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
     `hddm.utils.files.new_folder`.
     """
+    refuse_fetched(folder)
     # A link stays, and what it leads to is replaced.
     target = folder.resolve()
     whole = ensemble_around(target) or target
@@ -205,6 +207,7 @@ def replace_file(
 
 def replace_ensemble_record(folder: Path, record: EnsembleRecord) -> None:
     """Replace ``ensemble.json`` of a folder, with the folder as a whole; raises as `replace_file`."""
+    refuse_fetched(folder)
     whole = folder.resolve()
     with (
         alone(whole, REPLACE_SECONDS),

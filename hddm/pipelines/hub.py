@@ -5,6 +5,7 @@ The card is README.md, whose first lines are YAML for hubs.
 
 import contextlib
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from hddm.experts.ensemble_records import (
 from hddm.experts.expert import experts_in
 from hddm.experts.records import ExpertRecord
 from hddm.pipelines.picture_texts import says_how_it_was_made
+from hddm.utils.addresses import Address, address_of
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import inside, restore
 from hddm.utils.pages import templates
@@ -60,6 +62,7 @@ class Upload:
     """Files of a repository by name, on disk or as text, and notes on them."""
 
     repo_id: str
+    """The repository, or an address."""
     files: dict[str, Path | bytes]
     notes: tuple[str, ...]
 
@@ -89,9 +92,10 @@ def plan_upload(
     arguments of the card beside one's own; `HddmError` for an ensemble that is damaged or brings code, and as
     `model_card`.
     """
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
+    is_address = address_of(repo_id) is not None
+    if not is_address and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
         raise UsageError(
-            f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.'"
+            f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.', or an address"
         )
     restore(folder)
     if not (folder / ENSEMBLE_FILE).is_file():
@@ -141,6 +145,22 @@ def plan_upload(
     if is_own:
         return Upload(repo_id, files, (f"{own} is yours, and is the card as it is", *notes))
     return Upload(repo_id, files | {CARD: text.encode()}, tuple(notes))
+
+
+def upload_to_address(planned: Upload, address: Address) -> None:
+    """Send files to an address, where nothing may be yet; raises as `hddm.utils.uploading.upload_files`."""
+    from hddm.utils.uploading import refuse_existing, upload_files
+
+    refuse_existing(address, ENSEMBLE_FILE)
+    files: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, one in planned.files.items():
+            if isinstance(one, Path):
+                files[name] = one
+            else:
+                files[name] = Path(folder, name)
+                files[name].write_bytes(one)
+        upload_files(files, address, ENSEMBLE_FILE)
 
 
 def _is_paper(name: str) -> bool:

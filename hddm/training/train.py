@@ -6,10 +6,12 @@ from hddm.networks.programs.permission import opens_programs
 from hddm.settings import Report, keywords, silent
 from hddm.training.continuation import continue_expert, continued_training
 from hddm.training.expert import new_training, train_expert
-from hddm.training.loop import summary_of
+from hddm.training.loop import OnTrainingStep, summary_of
 from hddm.training.needs import needs_of_training
 from hddm.training.resume import recipe_of_resumed
 from hddm.training.settings import ExpertSettings, RunOptions, check_init
+from hddm.utils.addresses import Address, on_disk
+from hddm.utils.hub import local
 from hddm.utils.needs import Needs
 from hddm.utils.progress import TrainingProgress
 
@@ -30,7 +32,7 @@ def train(
     """Train one expert on one shard, from scratch or from another expert.
 
     Checkpoints, logs and sample grids are saved in ``OUT.run``; ``resume=True`` continues from there, to the
-    same weights.
+    same weights. Shard and ``out`` may be addresses: see `hddm.training.remote`.
 
     Args:
         shard: shard folder, as ``hddm partition`` or ``hddm encode`` writes it.
@@ -50,14 +52,33 @@ def train(
             the way, and steps that are not finite.
     """
     check_init(settings, init, schedule)
-    with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
-        if init is not None:
-            losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)
-        else:
-            losses = train_expert(shard, out, settings, schedule, overwrite, progress.reach, run)
-    if losses:
-        report(f"{out}: {summary_of(losses)}")
+    shard, init = on_disk(shard), None if init is None else local(init)
+
+    def to(folder: Path, after: OnTrainingStep | None = None) -> None:
+        with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
+            on_step = progress.reach if after is None else _both(progress.reach, after)
+            if init is not None:
+                losses = continue_expert(init, shard, folder, settings, overwrite, on_step, run)
+            else:
+                losses = train_expert(shard, folder, settings, schedule, overwrite, on_step, run)
+        if losses:
+            report(f"{out}: {summary_of(losses)}")
+
+    if isinstance(out, Address):
+        from hddm.training.remote import train_at
+
+        train_at(out, run, overwrite, to)
+    else:
+        to(out)
     return out
+
+
+def _both(first: OnTrainingStep, second: OnTrainingStep) -> OnTrainingStep:
+    def on_step(step: int, loss: float, seconds: float) -> None:
+        first(step, loss, seconds)
+        second(step, loss, seconds)
+
+    return on_step
 
 
 def needs_to_train(

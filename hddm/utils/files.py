@@ -19,6 +19,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from hddm.utils.addresses import refuse_address
 from hddm.utils.documents import parse_object, parse_yaml
 from hddm.utils.errors import HddmError, one_line, sizes_apart
 
@@ -211,6 +212,7 @@ def below(folder: Path) -> Iterator[Path]:
 
 def check_result_file(path: Path, overwrite: bool = False) -> None:
     """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
+    refuse_address(path)
     if not path.parent.is_dir():
         raise HddmError(f"`out` {path}: {path.parent} is not a folder; create it first")
     if not path.exists():
@@ -228,8 +230,9 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
 
     An empty folder may be filled, unless it cannot be renamed away: a mounted or the working folder.
     ``overwrite`` allows only an empty folder or one of the same kind, with a JSON file ``record`` that has a
-    format version. A link is refused, since replacing it would not replace what it leads to.
+    format version. A link is refused, since replacing it would not replace what it leads to, and an address.
     """
+    refuse_address(target)
     recover(target)
     if target.is_symlink():
         text = "which is not followed; name the folder itself, or remove the link"

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from hddm.utils.addresses import Address, address_of, on_disk
 from hddm.utils.errors import HddmError, counted, one_line, shown
 from hddm.utils.files import read_json, refuse_full_disk
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
@@ -21,6 +22,10 @@ _PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(
     rf"(?P<repo>{_PART}/{_PART})(?P<path>(/[^/@]+)*)(@(?P<revision>[^@]+))?", re.ASCII
 )
+_ADDRESS = re.compile(
+    rf"hf://(?P<repo>{_PART}/{_PART})(@(?P<revision>[^/]+))?(?P<path>/.*)?", re.ASCII
+)
+"""As huggingface_hub's file system writes a name: the revision is that of the repository."""
 _IN_NO_NAME = re.compile(r"--|\.\.|\.git$")
 _LONGEST_NAME = 96
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
@@ -73,6 +78,14 @@ class HubName(NamedTuple):
             return None
         return cls(found["repo"], found["path"].strip("/"), found["revision"])
 
+    @classmethod
+    def at(cls, address: Address) -> "HubName | None":
+        """The repository of a model at an ``hf://`` address; None for one of data, and other addresses."""
+        found = _ADDRESS.fullmatch(str(address))
+        if found is None or found["repo"].split("/")[0] in ("datasets", "spaces", "buckets"):
+            return None
+        return cls(found["repo"], (found["path"] or "").strip("/"), found["revision"])
+
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"
         return str(PurePosixPath(self.repo, self.path)) + revision
@@ -89,15 +102,18 @@ _PLAIN = Wanted()
 
 
 def local(source: str | Path, wanted: Wanted = _PLAIN) -> Path:
-    """The path of a model: ``source`` itself, or where its repository was downloaded to.
+    """The path of a model: ``source`` itself, or where its repository or address was downloaded to.
+
+    ``hf://OWNER/NAME`` is the repository OWNER/NAME.
 
     Raises:
         HddmError: for a repository or file that is not there, cannot be read or reached, or has several
             files of weights to choose from, and a cache that cannot be written.
     """
-    name = HubName.parse(str(source))
+    address = address_of(source)
+    name = HubName.parse(str(source)) if address is None else HubName.at(address)
     if name is None:
-        return Path(source)
+        return Path(source) if address is None else on_disk(address)
     return _downloaded(name, wanted)
 
 

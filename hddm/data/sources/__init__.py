@@ -20,13 +20,16 @@ from hddm.data.sources.base import (
     SUFFIXES,
     TAR,
     Columns,
+    Found,
     FoundImages,
     ImageFiles,
     ImageSource,
     SourceImage,
     as_labels,
     find_files,
+    sort_files,
 )
+from hddm.utils.addresses import Address, address_of, on_disk
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import inside
@@ -47,6 +50,8 @@ def open_source(
     - a tar archive in WebDataset's naming, or a folder of them;
     - a Parquet file with encoded images, as Hugging Face's ``datasets`` writes it, or a folder of them.
 
+    At an address, archives are fetched one after the other when they are read, and other images all at once.
+
     Captions are in ``caption_column``, else in ``text`` or ``caption`` (in tars ``txt``), if present; class
     labels in ``label_column``, else in ``label`` (in tars also ``cls``). Plain folders have no columns.
     Files of a folder that are not read are counted in a warning, by suffix.
@@ -54,14 +59,20 @@ def open_source(
     """
     columns = Columns(caption_column, label_column)
     archives = {TAR: open_tars, PARQUET: open_parquet}
-    if path.is_file():
+    found: Found | None = None
+    address = address_of(path)
+    if address is not None:
+        found = _found_at(address)
+        path = address if found is None or found.tars or found.parquets else on_disk(address)
+    elif path.is_dir():
+        found = find_files(path)
+    elif not path.is_file():
+        raise HddmError(f"{path}: no such folder of images")
+    if found is None:
         if path.suffix not in archives:
             text = "is not a folder, .tar or .parquet of images; unpack other archives first"
             raise HddmError(f"{path}: {text}")
         return archives[path.suffix](path, [""], columns)
-    if not path.is_dir():
-        raise HddmError(f"{path}: no such folder of images")
-    found = find_files(path)
     kinds = {"image files": found.images, TAR: found.tars, PARQUET: found.parquets}
     held: list[str] = []
     for kind, names in kinds.items():
@@ -93,6 +104,16 @@ def open_source(
         return ImageSource(path, files, (), None, None, images)
     labels, classes = as_labels((name.split("/")[0] for name in files), files, path)
     return ImageSource(path, files, classes, labels, None, images)
+
+
+def _found_at(address: Address) -> Found | None:
+    """Files of a folder at an address, of which archives are fetched when they are read; None for a file."""
+    from hddm.utils.fetching import listed_for_streaming
+
+    listing = listed_for_streaming(address)
+    if not listing.is_folder:
+        return None
+    return sort_files((one.name for one in listing.files), address)
 
 
 def open_described_folder(root: Path, found: Sequence[str], columns: Columns) -> ImageSource:
@@ -163,7 +184,7 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
         )
     kept = tuple(sorted(classes) if classes else known)
     number = {name: k for k, name in enumerate(kept)}
-    root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
+    root = _common_root(sources)
     files, captions = GrowingTexts(), GrowingTexts()
     labels = array("i")
     chosen = PickedImages(sources, array("i"), array("q"))
@@ -190,6 +211,18 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
         captions.texts() if has_captions else None,
         chosen,
     )
+
+
+def _common_root(sources: Sequence[ImageSource]) -> Path:
+    """The folder or address that all sources lie below; raises `HddmError` for two file systems."""
+    roots = [source.root.absolute() for source in sources]
+    schemes = {one.scheme if isinstance(one, Address) else "" for one in roots}
+    if len(schemes) > 1:
+        raise HddmError(
+            f"{roots[0]} and {roots[-1]}: are images of two file systems; bring them to one"
+        )
+    common = os.path.commonpath(roots)
+    return Path(common) if schemes == {""} else Address(common)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 In a tar, the files of a sample share their name up to the first dot: ``shard-000.tar`` holds ``0001.jpg``,
 ``0001.txt`` (caption), ``0001.cls`` (label) and ``0001.json`` (an object), then ``0002.jpg`` and so on.
 Nothing is extracted: one scan locates each image, which is read in place. Files of other names are ignored.
+Archives at addresses are fetched when they are read, one after the other (`hddm.utils.fetching`).
 
 In a Parquet file, an image column is ``struct<bytes: binary, path: string>``, or plain ``binary``. The
 schema's ``huggingface`` metadata, if present, names the image column and the classes. Label and caption
@@ -40,6 +41,7 @@ from hddm.data.sources.base import (
     in_order,
     safe_name,
 )
+from hddm.utils.addresses import at_hand
 from hddm.utils.documents import parse_json, parse_object
 from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import opened
@@ -53,7 +55,7 @@ _READ_AT_ONCE = 2**16
 
 def _read(archive: Path, offset: int, length: int, name: Path) -> bytes:
     """Bytes of an archive; ``name`` is for messages."""
-    with opened(archive) as file:
+    with at_hand(archive) as place, opened(place) as file:
         file.seek(offset)
         content = file.read(length)
     if len(content) < length:
@@ -125,7 +127,7 @@ def _samples(
 ) -> Iterator[tuple[str, int, int, dict[str, object]]]:
     """Name, first byte and size of each image in an archive, and the ``wanted`` values beside it."""
     try:
-        with opened(path) as file:
+        with at_hand(path) as place, opened(place) as file:
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 names, offsets, sizes = _members(archive, path)
             keys = Texts.of(_key(name) for name in names)
@@ -280,7 +282,7 @@ def open_table(path: Path) -> Iterator[Any]:
     pa = optional("pyarrow", f"{path}: Parquet", "parquet")
     pq = optional("pyarrow.parquet", f"{path}: Parquet", "parquet")
     try:
-        with pq.ParquetFile(path) as file:
+        with at_hand(path) as place, pq.ParquetFile(place) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise HddmError(f"{path}: cannot be read as Parquet ({error}); fetch it again") from error

@@ -23,6 +23,7 @@ METADATA = "metadata.jsonl"
 TAR, PARQUET = ".tar", ".parquet"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 """Suffixes of image files, matched without case."""
+_KINDS = {TAR, PARQUET, *SUFFIXES}
 CAPTION_COLUMNS = ("text", "caption")
 # Bytes that are not UTF-8 arrive as lone surrogates.
 _UNSAFE = re.compile(r"[\\\0\n\r\ud800-\udfff]")
@@ -123,24 +124,36 @@ def find_files(root: Path) -> Found:
 
     Raises `HddmError` for a name that is not UTF-8 or has a line break.
     """
-    found = Found()
-    kinds = {TAR: found.tars, PARQUET: found.parquets, **dict.fromkeys(SUFFIXES, found.images)}
+    return sort_files(_names_in(root), root)
+
+
+def _names_in(root: Path) -> Iterator[str]:
     for folder, _, names in os.walk(root):
         for name in names:
             path = Path(folder, name)
-            suffix = path.suffix.lower()
-            if suffix in kinds and path.is_file():
-                kinds[suffix].append(safe_name(path.relative_to(root).as_posix(), root))
-            if path.stem == "metadata" and suffix in (".jsonl", ".csv"):
-                found.tables.append(path.relative_to(root).as_posix())
-            elif suffix not in (*kinds, ".json") and not _is_hidden(path.relative_to(root)):
-                found.others.append(suffix or name)
-    for names in (found.images, found.tars, found.parquets, found.tables):
-        names.sort()
+            if path.suffix.lower() not in _KINDS or path.is_file():
+                yield path.relative_to(root).as_posix()
+
+
+def sort_files(names: Iterable[str], root: Path) -> Found:
+    """Sort the names of files below ``root`` by what they may hold; raises as `find_files`."""
+    found = Found()
+    kinds = {TAR: found.tars, PARQUET: found.parquets, **dict.fromkeys(SUFFIXES, found.images)}
+    for name in names:
+        path = PurePosixPath(name)
+        suffix = path.suffix.lower()
+        if suffix in kinds:
+            kinds[suffix].append(safe_name(name, root))
+        if path.stem == "metadata" and suffix in (".jsonl", ".csv"):
+            found.tables.append(name)
+        elif suffix not in (*kinds, ".json") and not _is_hidden(path):
+            found.others.append(suffix or path.name)
+    for own in (found.images, found.tars, found.parquets, found.tables):
+        own.sort()
     return found
 
 
-def _is_hidden(path: Path) -> bool:
+def _is_hidden(path: PurePosixPath) -> bool:
     """True if the name of the file or of a folder above it begins with a dot."""
     return re.search(r"(^|/)\.", f"{path}") is not None
 

@@ -1,0 +1,184 @@
+"""A training whose result goes to an address: its run is kept here, and every checkpoint is uploaded.
+
+ADDRESS.run/run.json               the run's record, uploaded before each checkpoint
+ADDRESS.run/checkpoints/step_…/    as in a run folder; the manifest is uploaded last and removed first
+ADDRESS/                           the expert, at the end
+
+A checkpoint counts only with its manifest, so an upload that is killed leaves the one before. The folders on
+this machine are in the cache (`hddm.utils.uploading.work_folder`). A start with ``resume=True`` fetches the
+newest complete checkpoint unless it has a newer one, so the same command continues on any machine.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from hddm.training.loop import OnTrainingStep
+from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, run_folder_of, step_of
+from hddm.training.settings import RunOptions
+from hddm.utils.addresses import Address, is_file, reached
+from hddm.utils.errors import HddmError
+from hddm.utils.fetching import fetched
+from hddm.utils.files import below, link_or_copy, new_folder, write_whole
+from hddm.utils.records import EXPERT_FILE, MANIFEST, damage
+from hddm.utils.uploading import begin, end, refuse_existing, upload, upload_files, work_folder
+
+log = logging.getLogger(__name__)
+Train = Callable[[Path, OnTrainingStep], object]
+"""Trains to a folder, and calls the second after every step."""
+
+
+def train_at(out: Address, run: RunOptions, overwrite: bool, train: Train) -> None:
+    """Train to `work_folder`, upload checkpoints on the way, and the result to ``out``.
+
+    A failed upload of a checkpoint is a warning, and repeated with the next checkpoint.
+
+    Raises:
+        HddmError: as ``train``; for a result or a run that is at the address already, unless it is to be
+            resumed; if the last upload fails, with what is kept.
+    """
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    remote = _RemoteRun(out, run)
+    if run.resume and not overwrite and remote.is_finished():
+        log.info("%s: is finished; there is nothing to resume", out)
+        return
+    refuse_existing(out, EXPERT_FILE, overwrite)
+    if not run.resume:
+        remote.refuse_run()
+    folder = begin(out)
+    if not is_first:
+        train(folder, lambda step, loss, seconds: None)
+        return
+    if run.resume:
+        remote.restore()
+    with ThreadPoolExecutor(1, "hddm-upload") as pool:
+        try:
+            train(folder, lambda step, loss, seconds: remote.notice(pool))
+        except Exception:
+            # After a signal this machine may be gone soon.
+            with _warned():
+                remote.finish()
+            raise
+        remote.finish()
+    upload(folder, out, EXPERT_FILE)
+    end(out)
+
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """A block whose error is a warning, since another one is raised."""
+    try:
+        yield
+    except HddmError as error:
+        log.warning("%s", error)
+
+
+class _RemoteRun:
+    """The run of ``out`` at its address, and in its run folder on this machine."""
+
+    def __init__(self, out: Address, run: RunOptions) -> None:
+        self._out, self._keep = out, run.keep
+        self._run = run_folder_of(work_folder(out))
+        self.address = out.with_name(f"{out.name}.run")
+        self._pending: Future[None] | None = None
+        self._uploaded: Path | None = None
+
+    def is_finished(self) -> bool:
+        """True if the result is there."""
+        return is_file(self._out / EXPERT_FILE)
+
+    def refuse_run(self) -> None:
+        """Refuse an address where a run was begun."""
+        if is_file(self.address / RUN_FILE):
+            text = f"already holds a run of {self._out}; `resume=True` continues it, or choose another `out`"
+            raise HddmError(f"{self.address}: {text}")
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the complete checkpoints at the address, the newest first."""
+        with reached(self.address / CHECKPOINTS) as (files, path):
+            files.invalidate_cache()
+            found = files.find(path) if files.exists(path) else []
+        steps: list[int] = []
+        for name in found:
+            folder, _, own = name.rpartition("/")
+            if own == MANIFEST and folder.rpartition("/")[2].startswith("step_"):
+                steps.append(step_of(Path(folder)))
+        return sorted(steps, reverse=True)
+
+    def restore(self) -> None:
+        """Fetch the newest checkpoint that is complete, unless this machine has as new a one."""
+        own = checkpoints_in(self._run / CHECKPOINTS)
+        newest = step_of(own[0]) if own else -1
+        for step in self.checkpoints():
+            if step <= newest:
+                return
+            name = f"step_{step:08d}"
+            found = fetched(self.address / CHECKPOINTS / name)
+            if damage(found, MANIFEST):
+                log.warning("%s is damaged; it is skipped", self.address / CHECKPOINTS / name)
+                continue
+            record = fetched(self.address / RUN_FILE)
+            self._run.mkdir(parents=True, exist_ok=True)
+            write_whole(self._run / RUN_FILE, partial(shutil.copyfile, record))
+            with new_folder(self._run / CHECKPOINTS / name, MANIFEST, overwrite=True) as draft:
+                for file in below(found):
+                    shutil.copyfile(file, draft / file.name)
+            log.info("%s: fetched the checkpoint of step %d", self.address, step)
+            return
+
+    def notice(self, pool: ThreadPoolExecutor) -> None:
+        """Begin to upload the newest checkpoint, if it is new and nothing is being uploaded."""
+        if self._pending is not None:
+            if not self._pending.done():
+                return
+            self._report(self._pending)
+            self._pending = None
+        draft = self._next()
+        if draft is not None:
+            self._pending = pool.submit(self._upload, draft)
+
+    def finish(self) -> None:
+        """Wait for the upload, and upload the newest checkpoint."""
+        if self._pending is not None:
+            self._pending.exception()
+            self._pending = None
+        draft = self._next()
+        if draft is not None:
+            self._upload(draft)
+
+    def _report(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._uploaded = None
+            log.warning("%s; the training goes on, and the next checkpoint is uploaded", error)
+
+    def _next(self) -> Path | None:
+        """Links to the files of a new checkpoint: the training may remove it while it is uploaded."""
+        found = checkpoints_in(self._run / CHECKPOINTS)
+        if not found or found[0] == self._uploaded:
+            return None
+        draft = self._run / "uploading" / found[0].name
+        shutil.rmtree(draft.parent, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for file in below(found[0]):
+            link_or_copy(file, draft / file.name)
+        shutil.copyfile(self._run / RUN_FILE, draft.parent / RUN_FILE)
+        self._uploaded = found[0]
+        return draft
+
+    def _upload(self, draft: Path) -> None:
+        upload_files({RUN_FILE: draft.parent / RUN_FILE}, self.address, RUN_FILE)
+        place = self.address / CHECKPOINTS / draft.name
+        upload(draft, place, MANIFEST)
+        shutil.rmtree(draft.parent, ignore_errors=True)
+        steps = [step for step in self.checkpoints() if step <= step_of(draft)]
+        for step in steps[self._keep :]:
+            with reached(self.address / CHECKPOINTS / f"step_{step:08d}") as (files, path):
+                # Without it, what is left of the rest counts for nothing.
+                files.rm_file(f"{path}/{MANIFEST}")
+                files.rm(path, recursive=True)

@@ -1,0 +1,212 @@
+"""Trainings whose result goes to an address: checkpoints are uploaded, and any machine continues."""
+
+import itertools
+import logging
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hddm
+from hddm.training.train import TrainingProgress
+from hddm.utils import uploading
+from hddm.utils.errors import HddmError
+from hddm.utils.uploading import upload
+from tests.artefacts import contents, refusal
+from tests.s3 import KEY, S3, SECRET, command_of, in_its_own
+
+STEPS, EVERY = 12, 4
+SETTINGS: dict[str, Any] = {
+    "objective": "flow",
+    "steps": STEPS,
+    "size": "tiny",
+    "batch_size": 8,
+    "device": "cpu",
+    "checkpoint_every": EVERY,
+    "keep": 1,
+}
+OUT = "s3://bucket/experts/a"
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.fixture(scope="session")
+def expected(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Weights of the training on one machine."""
+    out = tmp_path_factory.mktemp("alone") / "a"
+    hddm.train(shards / "shard_0", out, **SETTINGS)
+    return weights(out)
+
+
+def machine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this is another machine, with an empty disk."""
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / name))
+
+
+def fails_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In this step the machine fails."""
+    reach = TrainingProgress.reach
+
+    def failing(self: TrainingProgress, done: int, *more: Any) -> None:
+        if done == step:
+            raise KeyError("the machine fails")
+        reach(self, done, *more)
+
+    return monkeypatch.setattr(TrainingProgress, "reach", failing)
+
+
+@pytest.mark.integration
+def test_another_machine_continues_from_the_uploaded_checkpoint_to_the_same_bits(
+    s3: S3,
+    shards: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from hddm.utils.addresses import address_of
+
+    shard_address = address_of("s3://bucket/shards/shard_0")
+    assert shard_address is not None
+    upload(shards / "shard_0", shard_address, "manifest.json")
+    arguments = {**SETTINGS, "resume": True}
+    with monkeypatch.context() as broken:
+        fails_at(10, broken)
+        with pytest.raises(KeyError):
+            hddm.train("s3://bucket/shards/shard_0", OUT, **arguments)
+    names = s3.names("experts")
+    assert {name.split("/")[2] for name in names if "checkpoints" in name} == {"step_00000008"}
+    assert not any(name.startswith("a/") for name in names)
+    # Without --resume, a run that was begun is in the way.
+    machine("second", tmp_path, monkeypatch)
+    told = refusal(hddm.train, "s3://bucket/shards/shard_0", OUT, **SETTINGS)
+    assert told.startswith(f"{OUT}.run: already holds a run of {OUT}; `resume=True` continues it")
+    seen: list[int] = []
+    with monkeypatch.context() as noted, caplog.at_level(logging.INFO, "hddm"):
+        noted.setattr(TrainingProgress, "reach", lambda self, done, *more: seen.append(done))
+        hddm.train("s3://bucket/shards/shard_0", OUT, **arguments)
+    assert seen == [9, 10, 11, 12]
+    assert f"{OUT}.run: fetched the checkpoint of step 8" in caplog.text
+    opened = Path(s3_folder(s3, "experts/a", tmp_path / "got"))
+    assert weights(opened) == expected
+    assert "step_00000012" in " ".join(s3.names("experts/a.run"))
+    # A third machine finds nothing to do, and anyone can open the expert.
+    machine("third", tmp_path, monkeypatch)
+    hddm.train("s3://bucket/shards/shard_0", OUT, **arguments)
+    assert "is finished; there is nothing to resume" in caplog.text
+    assert hddm.load(OUT).velocity is not None
+    assert refusal(hddm.train, "s3://bucket/shards/shard_0", OUT, **SETTINGS) == (
+        f"{OUT} exists: choose another address"
+    )
+    for name, content in s3.contents().items():
+        assert KEY.encode() not in content, name
+        assert SECRET.encode() not in content, name
+    for name, content in contents(tmp_path).items():
+        assert SECRET.encode() not in content, name
+
+
+def s3_folder(s3: S3, folder: str, target: Path) -> Path:
+    for name, content in s3.contents(folder).items():
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    return target
+
+
+@pytest.mark.integration
+def test_a_training_goes_on_while_uploads_fail_and_says_at_the_end_what_is_kept(
+    shards: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+    out = f"file://{tmp_path}/remote/a"
+    with monkeypatch.context() as broken:
+
+        def fail(*given: object) -> None:
+            raise ConnectionResetError("the other side is gone")
+
+        broken.setattr(uploading, "_put", fail)
+        with pytest.raises(HddmError) as caught:
+            hddm.train(shards / "shard_0", out, **SETTINGS)
+    assert str(caught.value).startswith(f"{out}.run: cannot be reached (ConnectionResetError")
+    assert "the same command continues" in str(caught.value)
+    hddm.train(shards / "shard_0", out, **SETTINGS, resume=True)
+    assert weights(tmp_path / "remote" / "a") == expected
+
+
+@pytest.mark.integration
+def test_a_checkpoint_that_was_not_uploaded_whole_is_passed_over(
+    shards: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine("first", tmp_path, monkeypatch)
+    out, there = f"file://{tmp_path}/remote/a", tmp_path / "remote" / "a.run" / "checkpoints"
+    with monkeypatch.context() as broken:
+        fails_at(11, broken)
+        with pytest.raises(KeyError):
+            hddm.train(shards / "shard_0", out, **{**SETTINGS, "keep": 2, "resume": True})
+    assert [path.name for path in sorted(there.iterdir())][-1] == "step_00000008"
+    whole = there / "step_00000008"
+    # One without its manifest, and a newer one of which a file is damaged.
+    damaged = there / "step_00000010"
+    damaged.mkdir()
+    for path in whole.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    (damaged / "weights.safetensors").write_bytes(b"half")
+    half = there / "step_00000011"
+    half.mkdir()
+    (half / "weights.safetensors").write_bytes(b"half")
+    machine("second", tmp_path, monkeypatch)
+    with caplog.at_level(logging.INFO, "hddm"):
+        hddm.train(shards / "shard_0", out, **{**SETTINGS, "keep": 2, "resume": True})
+    assert "step_00000010 is damaged; it is skipped" in caplog.text
+    assert "fetched the checkpoint of step 8" in caplog.text
+    assert weights(tmp_path / "remote" / "a") == expected
+
+
+@pytest.mark.slow
+def test_trainings_killed_at_many_moments_on_machine_after_machine_end_with_the_same_bits(
+    s3: S3, shards: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Each life has an empty disk; whatever is at the address is whole."""
+    draws = random.Random(0)
+    words = ["train", "expert", shards / "shard_0", "--out", OUT, "--resume"]
+    for name, value in {**SETTINGS, "checkpoint_every": 1}.items():
+        if name != "keep":
+            words.append(f"--{name.replace('_', '-')}={value}")
+    command = command_of(*words)
+    kills = 0
+    for life in itertools.count():
+        own = in_its_own(HDDM_CACHE=str(tmp_path / f"machine_{life}"))
+        own.pop("capture_output")
+        quiet: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, **own, **quiet) as process:
+            before = s3.names("experts")
+            try:
+                if kills < 20:
+                    # Until something new is there, and a moment longer.
+                    while s3.names("experts") == before and process.poll() is None:
+                        time.sleep(0.02)
+                    time.sleep(draws.uniform(0, 0.4))
+                    process.send_signal(signal.SIGKILL)
+                    kills += process.wait() == -signal.SIGKILL
+                else:
+                    assert process.wait() == 0, process.stdout and process.stdout.read()
+            finally:
+                process.kill()
+        if any(name == "a/expert.json" for name in s3.names("experts")):
+            break
+    assert kills >= 5
+    assert weights(s3_folder(s3, "experts/a", tmp_path / "got")) == expected

@@ -1,0 +1,244 @@
+"""Addresses: what is one, what of it is shown, and what is fetched from it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hddm.utils import fetching
+from hddm.utils.addresses import Address, address_of, as_path, at_hand, on_disk
+from hddm.utils.errors import HddmError
+from hddm.utils.fetching import fetched, held, listed, listed_for_streaming
+from hddm.utils.hub import HubName
+from tests.artefacts import refusal
+from tests.s3 import KEY, S3, SECRET, free_port, in_its_own
+
+SIGNED = "https://me:hunter2@host.example/folder/one.tar?X-Signature=deadbeef&X-Key=abc"
+
+
+def at(text: str) -> Address:
+    found = address_of(text)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty folder of fsspec's file system in memory, and an empty cache."""
+    import fsspec
+
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+    fsspec.filesystem("memory").store.clear()
+    return f"memory://{tmp_path.name}"
+
+
+def write(address: str, content: bytes) -> None:
+    import fsspec
+
+    with fsspec.open(address, "wb") as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://bucket/a b/c", "gs://b", "hf://datasets/o/n@v1/x", "https://h.example/x.tar"]
+)
+def test_an_address_stays_what_it_was_as_text_as_a_path_and_by_a_slash(text: str) -> None:
+    for one in (text, Path(text), at(text)):
+        assert str(address_of(one)) == text
+    assert str(at(text) / "d" / "e.png") == f"{text}/d/e.png"
+    assert isinstance((at(text) / "d").parent, Address)
+    assert not at(text).exists()
+
+
+def test_a_path_of_this_machine_is_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("a/b", "/a/b", "OWNER/NAME@main", "C:/images", "a:b", "s3:", str(tmp_path)):
+        assert address_of(text) is None
+        assert type(as_path(text)) is type(Path())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    assert address_of("s3://bucket") is None
+    assert on_disk(Path("s3://bucket")) == Path("s3:/bucket")
+
+
+def test_passwords_and_signatures_are_in_no_text_of_an_address() -> None:
+    address = at(SIGNED)
+    assert str(address) == "https://host.example/folder/one.tar"
+    assert address.opened_as == SIGNED
+    for one in (address, address.parent, address / "x", address.with_name("y"), Path(address)):
+        for shown in (str(one), repr(one), os.fspath(one)):
+            assert not any(word in shown for word in ("hunter2", "me@", "deadbeef", "X-"))
+    # A container, and no user.
+    assert str(at("abfs://box@account.example/x")) == "abfs://box@account.example/x"
+
+
+def test_no_message_cache_or_record_holds_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path))
+    port = free_port()
+    place = f"http://me:hunter2@127.0.0.1:{port}/one.tar?X-Signature=deadbeef"
+    with pytest.raises(HddmError) as caught:
+        on_disk(Path(place))
+    told = f"{caught.value!r} {caught.value.__cause__} {caught.value.__suppress_context__}"
+    assert f"http://127.0.0.1:{port}/one.tar: cannot be reached" in told
+    assert not any(word in told for word in ("hunter2", "deadbeef"))
+    assert caught.value.__suppress_context__
+    folder = tmp_path / "web"
+    folder.mkdir()
+    (folder / "one.tar").write_bytes(b"whole")
+    command = [sys.executable, "-m", "http.server", str(port), "-d", str(folder), "-b", "127.0.0.1"]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as server:
+        try:
+            for _ in range(100):
+                try:
+                    found = on_disk(Path(place))
+                    break
+                except HddmError:
+                    time.sleep(0.1)
+            assert found.read_bytes() == b"whole"
+            assert refusal(on_disk, Path(f"http://127.0.0.1:{port}/two.tar")).endswith(
+                "no such file or folder there; check the address"
+            )
+            # A page that lists files is a folder.
+            assert {one.name for one in on_disk(Path(f"http://127.0.0.1:{port}")).iterdir()} == {
+                "one.tar"
+            }
+        finally:
+            server.kill()
+    for path in tmp_path.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert b"hunter2" not in content
+        assert b"deadbeef" not in content
+        assert "hunter2" not in str(path)
+        assert "deadbeef" not in str(path)
+
+
+def test_a_folder_is_fetched_once_and_again_when_a_file_of_it_changes(memory: str) -> None:
+    write(f"{memory}/set/a.txt", b"a")
+    write(f"{memory}/set/deep/b.txt", b"b")
+    first = on_disk(Path(f"{memory}/set"))
+    assert first.name == "set"
+    assert (first / "deep" / "b.txt").read_bytes() == b"b"
+    assert fetched(at(f"{memory}/set")) == first
+    write(f"{memory}/set/a.txt", b"c")
+    second = fetched(at(f"{memory}/set"))
+    assert second != first
+    assert (second / "a.txt").read_bytes() == b"c"
+    assert (first / "a.txt").read_bytes() == b"a"
+
+
+def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    monkeypatch.setattr(fetching, "_BATCH", 1)
+    for name in "abc":
+        write(f"{memory}/set/{name}", name.encode())
+    whole, asked = MemoryFileSystem.get_file, []
+
+    def get_file(self: MemoryFileSystem, rpath: str, lpath: str, **more: object) -> None:
+        asked.append(rpath[-1])
+        if len(asked) == 2:
+            raise ConnectionResetError("the other side is gone")
+        whole(self, rpath, lpath, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+    text = "cannot be reached (ConnectionResetError: the other side is gone)"
+    assert refusal(fetched, at(f"{memory}/set")).startswith(f"{memory}/set: {text}")
+    found = fetched(at(f"{memory}/set"))
+    assert asked == ["a", "b", "b", "c"]
+    assert {path.name: path.read_text() for path in found.iterdir()} == {
+        "a": "a",
+        "b": "b",
+        "c": "c",
+    }
+
+
+def test_names_that_lead_out_of_the_folder_are_refused(memory: str) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").store[f"/{memory.partition('://')[2]}/set/../x"] = (
+        fsspec.filesystem("memory").open("/y", "wb")
+    )
+    assert "points outside the folder" in refusal(fetched, at(f"{memory}/set"))
+
+
+def test_the_cache_keeps_to_its_bound_and_what_is_in_use(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are streamed go once they are read; a folder that was opened stays."""
+    size = 2_000_000
+    monkeypatch.setenv("HDDM_CACHE_SIZE", "5MB")
+    for number in range(6):
+        write(f"{memory}/tars/{number}.tar", bytes([number]) * size)
+    write(f"{memory}/kept", b"k" * 1_000_000)
+    kept = fetched(at(f"{memory}/kept"))
+    listing = listed_for_streaming(at(f"{memory}/tars"))
+    most = 0
+    for _ in range(2):
+        for number, one in enumerate(listing.files):
+            with at_hand(at(f"{memory}/tars") / one.name) as place:
+                assert place.read_bytes() == bytes([number]) * size
+                on_disk_now = sum(p.stat().st_size for p in (tmp_path / "cache").rglob("*.tar"))
+                most = max(most, on_disk_now)
+    assert most == 2 * size
+    assert kept.is_file()
+    # Two at once are in use, and neither goes.
+    zero, one, two = (at(f"{memory}/tars/{number}.tar") for number in range(3))
+    with held(zero) as first, held(one) as second, held(two):
+        assert first.is_file()
+        assert second.is_file()
+    monkeypatch.setenv("HDDM_CACHE_SIZE", "5")
+    assert "HDDM_CACHE_SIZE=5: is no size" in refusal(held(at(f"{memory}/tars/3.tar")).__enter__)
+
+
+def test_a_file_that_changed_since_it_was_listed_is_refused(memory: str) -> None:
+    write(f"{memory}/tars/0.tar", b"before")
+    listed_for_streaming(at(f"{memory}/tars"))
+    write(f"{memory}/tars/0.tar", b"after it")
+    told = refusal(held(at(f"{memory}/tars/0.tar")).__enter__)
+    assert told == f"{memory}/tars/0.tar: changed since it was opened; repeat the command"
+
+
+def test_schemes_without_a_package_or_a_file_system_say_what_to_do() -> None:
+    assert refusal(listed, at("nothing://a/b")) == (
+        "nothing://a/b: no file system is known for nothing://; use s3, gs, hf, https or another of fsspec's"
+    )
+    told = refusal(listed, at("smb://host/share/x"))
+    assert told.startswith("smb://host/share/x: needs a package that is not installed")
+    assert "hddm-diffusion[remote]" in told
+
+
+def test_a_model_repository_at_an_hf_address_is_a_name_on_the_hub() -> None:
+    assert HubName.at(at("hf://owner/name")) == HubName("owner/name", "", None)
+    assert HubName.at(at("hf://owner/name@v1/a/b")) == HubName("owner/name", "a/b", "v1")
+    assert HubName.at(at("hf://datasets/owner/name/x")) is None
+    assert HubName.at(at("s3://owner/name")) is None
+
+
+def test_faults_of_a_bucket_are_one_line_that_names_the_address(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("s3://bucket/none", "s3://nobucket/x/y"):
+        assert refusal(fetched, at(place)) == (
+            f"{place}: no such file or folder there; check the address"
+        )
+    s3.files.pipe("bucket/set/a", b"a")
+    assert (fetched(at("s3://bucket/set")) / "a").read_bytes() == b"a"
+    code = "from hddm.utils.addresses import *; on_disk(Path('s3://bucket/set'))"
+    denied = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_PROFILE": ""}
+    refused = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
+    for changes, told in ((denied, "access is denied"), (refused, "cannot be reached")):
+        own = in_its_own(**changes, HOME="/nonexistent", AWS_EC2_METADATA_DISABLED="true")
+        ended = subprocess.run([sys.executable, "-c", code], **own)
+        last = ended.stderr.strip().splitlines()[-1]
+        assert f"HddmError: s3://bucket/set: {told}" in last
+        assert SECRET not in ended.stderr
+        assert KEY not in ended.stderr

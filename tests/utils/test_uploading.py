@@ -1,0 +1,199 @@
+"""Uploads: what marks a result comes last, what is there is not sent again, and kills lose nothing."""
+
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hddm.utils import uploading
+from hddm.utils.addresses import Address, address_of
+from hddm.utils.errors import HddmError
+from hddm.utils.fetching import fetched
+from hddm.utils.files import write_json
+from hddm.utils.uploading import produced, upload, work_folder
+from tests.artefacts import contents, refusal
+from tests.s3 import S3, in_its_own
+
+RECORD = "expert.json"
+
+
+def at(text: str) -> Address:
+    found = address_of(text)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Address:
+    """A folder by the address of a file system that renames drafts."""
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+    return at(f"file://{tmp_path}/remote")
+
+
+def result(folder: Path) -> Path:
+    """A folder as of an expert."""
+    (folder / "deep").mkdir(parents=True)
+    for number in range(4):
+        (folder / "deep" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
+    (folder / "deep" / "manifest.json").write_text("{}")
+    (folder / "manifest.json").write_text("{}")
+    (folder / ".verified.json").write_text("{}")
+    write_json(folder / RECORD, {"format": "1"})
+    return folder
+
+
+class Sent:
+    """Names in the order in which they were sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.fails_at = -1
+        put = uploading._put
+
+        def noted(there: Any, files: Any, *more: Any) -> None:
+            self.names += [one.name for one in files]
+            if 0 <= self.fails_at < len(self.names):
+                raise ConnectionResetError("the other side is gone")
+            put(there, files, *more)
+
+        monkeypatch.setattr(uploading, "_put", noted)
+
+
+def test_contents_come_first_and_the_record_last(
+    remote: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sent = result(tmp_path / "own"), Sent(monkeypatch)
+    upload(folder, remote, RECORD)
+    assert sent.names[:4] == [f"deep/{number}.bin" for number in range(4)]
+    assert sent.names[4:] == ["deep/manifest.json", "manifest.json", RECORD]
+    there = {name: one for name, one in contents(folder).items() if not name.startswith(".")}
+    assert contents(tmp_path / "remote") == there
+    assert contents(fetched(remote)) == there
+
+
+def test_an_upload_goes_on_with_what_is_missing_or_was_changed_there(
+    remote: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sent = result(tmp_path / "own"), Sent(monkeypatch)
+    sent.fails_at = 5
+    told = refusal(upload, folder, remote, RECORD)
+    assert told.startswith(f"{remote}: cannot be reached (ConnectionResetError")
+    assert told.endswith("what was uploaded stays, and the same command continues")
+    assert not (tmp_path / "remote" / RECORD).exists()
+    sent.names.clear()
+    sent.fails_at = -1
+    upload(folder, remote, RECORD)
+    assert sent.names == ["manifest.json", RECORD]
+    sent.names.clear()
+    upload(folder, remote, RECORD)
+    assert sent.names == []
+    time.sleep(0.01)
+    (tmp_path / "remote" / "deep" / "2.bin").write_bytes(b"\xff" * 1000)
+    (folder / "deep" / "3.bin").write_bytes(b"\xfe" * 1000)
+    upload(folder, remote, RECORD)
+    assert sent.names == ["deep/2.bin", "deep/3.bin"]
+
+
+def test_a_result_is_made_once_however_often_its_upload_fails(
+    remote: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, made = Sent(monkeypatch), []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        result(folder)
+
+    sent.fails_at = 2
+    for _ in range(2):
+        with pytest.raises(HddmError, match="cannot be reached"):
+            produced(remote, RECORD, {"seed": 1}, False, make)
+    other = refusal(produced, remote, RECORD, {"seed": 2}, False, make)
+    assert "holds a result of other options that was not uploaded" in other
+    assert "seed: was 1, is 2" in other
+    sent.fails_at = -1
+    assert produced(remote, RECORD, {"seed": 1}, False, make) == work_folder(remote)
+    assert len(made) == 1
+    assert refusal(produced, remote, RECORD, {"seed": 1}, False, make) == (
+        f"{remote} exists: choose another address"
+    )
+    assert "nothing is replaced at an address" in refusal(
+        produced, remote, RECORD, {"seed": 1}, True, make
+    )
+
+
+def test_results_go_to_no_whole_bucket_and_no_address_with_a_password() -> None:
+    for place, told in (
+        ("s3://bucket", "is a whole bucket"),
+        ("https://me:hunter2@host.example/x", "without a password or query"),
+        ("https://host.example/x?sig=deadbeef", "without a password or query"),
+    ):
+        refused = refusal(uploading.refuse_existing, at(place), RECORD)
+        assert told in refused
+        assert "hunter2" not in refused
+        assert "deadbeef" not in refused
+
+
+UPLOAD = """
+from pathlib import Path
+from hddm.utils.addresses import address_of
+from hddm.utils.uploading import upload
+print("go", flush=True)
+upload(Path({folder!r}), address_of({address!r}), "expert.json")
+"""
+
+
+def killed_uploads(s3: S3, tmp_path: Path, kills: int) -> int:
+    """Kill uploads at random moments, and repeat them; the number that were killed before their end."""
+    draws = random.Random(0)
+    interrupted = 0
+    for number in range(kills):
+        folder = tmp_path / f"result_{number}"
+        (folder / "parts").mkdir(parents=True)
+        for part in range(6):
+            (folder / "parts" / f"{part}.bin").write_bytes(draws.randbytes(400_000))
+        write_json(folder / "manifest.json", {"number": number})
+        write_json(folder / RECORD, {"format": "1"})
+        expected = contents(folder)
+        place = f"s3://bucket/result_{number}"
+        code = UPLOAD.format(folder=str(folder), address=place)
+        own = in_its_own()
+        own.pop("capture_output")
+        for wait in (draws.uniform(0, 2), draws.uniform(0, 2), None):
+            pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            with subprocess.Popen([sys.executable, "-c", code], **own, **pipes) as process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                try:
+                    process.wait(timeout=wait)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGKILL)
+                    interrupted += 1
+                if wait is None:
+                    assert process.returncode == 0, process.stderr and process.stderr.read()
+            there = s3.contents(f"result_{number}")
+            for name, content in there.items():
+                assert content == expected[name]
+            if RECORD in there:
+                assert there == expected
+        # What was there before is as it was.
+        for before in range(number + 1):
+            digest = hashlib.sha256(s3.files.cat_file(f"bucket/result_{before}/manifest.json"))
+            local = (tmp_path / f"result_{before}" / "manifest.json").read_bytes()
+            assert digest.digest() == hashlib.sha256(local).digest()
+    return interrupted
+
+
+@pytest.mark.integration
+def test_an_upload_that_is_killed_leaves_no_half_file_and_goes_on(s3: S3, tmp_path: Path) -> None:
+    killed_uploads(s3, tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_uploads_killed_at_many_moments_leave_whole_files_and_go_on(s3: S3, tmp_path: Path) -> None:
+    assert killed_uploads(s3, tmp_path, 14) >= 10
