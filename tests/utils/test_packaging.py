@@ -119,6 +119,20 @@ def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     assert not imported & (networks | {"diffusers.pipelines", "hddm.checkpoints"})
 
 
+@pytest.mark.integration
+def test_training_on_one_machine_imports_nothing_of_addresses_elsewhere(
+    shards: Path, tmp_path: Path
+) -> None:
+    settings = "objective='flow', steps=2, size='tiny', batch_size=4, device='cpu'"
+    out = tmp_path / "out"
+    imported = _imported(
+        f"import hddm; hddm.train({str(shards / 'shard_0')!r}, {str(out)!r}, {settings})"
+    )
+    elsewhere = {"hddm.utils.fetching", "hddm.utils.uploading", "hddm.training.remote", "s3fs"}
+    assert "hddm.utils.addresses" in imported
+    assert not imported & elsewhere
+
+
 def test_looking_at_images_imports_nothing_heavy(images: Path, shards: Path) -> None:
     folders = (images, shards, shards / "shard_0")
     looks = [["data", "check", images], *(["inspect", one] for one in folders)]
