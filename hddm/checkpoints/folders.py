@@ -159,10 +159,8 @@ def _index(folder: Path) -> dict[str, Any]:
 def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Checkpoint:
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
-    path, index = folder / "config.json", _index(above)
-    kind, arguments = parse_config(
-        read_config(folder), of_families(folder_layouts().values()), str(path)
-    )
+    path, index, config = folder / "config.json", _index(above), read_config(folder)
+    kind, arguments = parse_config(config, of_families(folder_layouts().values()), str(path))
     family = known_family(kind)
     with errors_as(HddmError, str(path)):
         family.refuse(arguments)
@@ -183,7 +181,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     scale, is_latent, notes = _latents(above, names_vae, arguments)
     place, more = _vae_folder(above), list[str]()
     network_name: Any = index.get(folder.name)
-    if _is_known(network_name) and network_name[1] != read_config(folder).get("_class_name"):
+    if _is_known(network_name) and network_name[1] != config.get("_class_name"):
         more.append(
             f"{above / MODEL_INDEX} calls it {network_name[1]}, and {path}, which is read, otherwise"
         )

@@ -225,6 +225,14 @@ def _say_unused(settings: SampleSettings) -> None:
             )
 
 
+def _called(pipeline: HDDMPipeline, expert: int) -> str:
+    """What a message calls an expert: by its number and name, if there are several."""
+    members = pipeline.record.experts
+    if len(members) == 1:
+        return "the expert"
+    return f"expert {expert} ({members[expert].name or 'unnamed'})"
+
+
 def _say_guided_twice(pipeline: HDDMPipeline, settings: SampleSettings, cycles: Conditions) -> None:
     """Warn of experts that take the scale of their guidance as a condition, and are guided besides."""
     guidance = settings.guidance
@@ -233,10 +241,8 @@ def _say_guided_twice(pipeline: HDDMPipeline, settings: SampleSettings, cycles: 
     for k, expert in enumerate(pipeline.ensemble.experts):
         own = expert.null_conditions.get(EMBEDDED_GUIDANCE)
         if own is not None and settings.expert in (None, k):
-            name = pipeline.record.experts[k].name
-            who = f"expert {k} ({name})" if name else "the expert"
             warnings.warn(
-                f"`guidance_scale` {guidance.scale:g}: {who} is guided already, by its "
+                f"`guidance_scale` {guidance.scale:g}: {_called(pipeline, k)} is guided already, by its "
                 f"condition {EMBEDDED_GUIDANCE} of {float(own):g}, which a file of `conditions` changes; "
                 "this guides it once more, at twice the calls",
                 stacklevel=3,
@@ -396,8 +402,8 @@ class SamplingRun:
             for k in (self.expected == 0).nonzero()[:, 0].tolist():
                 if ensemble.parts[k].topic is None:
                     continue
-                name = self.pipeline.record.experts[k].name or "unnamed"
-                text = f"expert {k} ({name}) made no image: no prompt fits its description"
+                who = _called(self.pipeline, k)
+                text = f"{who} made no image: no prompt fits its description"
                 warnings.warn(text, stacklevel=3)
         # Fewer images than experts show nothing, and a picture may belong to one expert.
         if settings.init_image is None and settings.num_images >= len(ensemble.experts):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
-from hddm.training.settings import DenoiserFields, Recipe
+from hddm.training.settings import Recipe, splits_weights
 from hddm.training.sharding import MuonOfParts, Shards, own_part
 from hddm.utils.errors import HddmError
 
@@ -68,7 +68,7 @@ class Device:
 
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
-        is_split = isinstance(recipe, DenoiserFields) and recipe.shard_weights
+        is_split = splits_weights(recipe)
         self.accelerator = Accelerator(
             mixed_precision=recipe.mixed_precision,
             cpu=recipe.device == "cpu",
@@ -90,8 +90,8 @@ class Device:
         if recipe.batch_size % parts:
             text = f"must be a multiple of {parts}, for {self.processes} processes with equal parts"
             raise HddmError(f"`batch_size` {recipe.batch_size}: {text}")
-        self.splits_weights = is_split and self.processes > 1
-        """Each process holds its part of the weights only."""
+        self.weight_parts = self.processes if is_split else 1
+        """Parts that weights are split into, one for each process, or one for all."""
         if is_split and not self.splits_weights:
             log.warning(
                 "`shard_weights`: there is one process, so nothing is split; start several with torchrun"
@@ -108,6 +108,16 @@ class Device:
 
     def __exit__(self, *ended: object) -> None:
         self._inside.close()
+
+    @property
+    def splits_weights(self) -> bool:
+        """Each process holds its part of the weights only."""
+        return self.weight_parts > 1
+
+    @property
+    def weight_part(self) -> int:
+        """Number of the part of the weights that this process holds."""
+        return int(self.accelerator.process_index) if self.splits_weights else 0
 
     def place(self, network: nn.Module) -> Shards | None:
         """Move ``network`` to the device, whole, or this process's part of it."""

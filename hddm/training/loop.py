@@ -31,7 +31,7 @@ from hddm.training.device import (
 )
 from hddm.training.loader import AHEAD, Draw, Key, Loader, Order, StepInputs
 from hddm.training.resume import SettingsChange, is_finished, run_folder_of, value_at
-from hddm.training.settings import DenoiserFields, Recipe, RunOptions, refuse_watched
+from hddm.training.settings import Recipe, RunOptions, refuse_watched, splits_weights
 from hddm.training.sharding import Shards
 from hddm.training.state import Ema, Run, TrainingState, open_run, trained_parameters
 from hddm.utils.errors import HddmError, Stopped, counted
@@ -242,11 +242,13 @@ class Trainer:
             compile_blocks(network)
         self.losses = device.distributed(_Losses(task))
         self.state = TrainingState(
-            network, Ema(network, recipe.ema_decay), optimizer, device.scaler
+            network,
+            Ema(network, recipe.ema_decay),
+            optimizer,
+            device.scaler,
+            part=device.weight_part,
+            parts=device.weight_parts,
         )
-        if self.shards is not None:
-            self.state.part = device.accelerator.process_index
-            self.state.parts = device.processes
         self._task = task
         self.load(recipe.batch_size)
 
@@ -436,7 +438,7 @@ def run_task(
         return []
     if recipe.gradient_checkpointing:
         checkpoint_gradients(task.network)
-    if run is not None and isinstance(recipe, DenoiserFields) and recipe.shard_weights:
+    if run is not None and splits_weights(recipe):
         refuse_watched(run)
     watchers: list[Watcher] = []
     if on_step is not None:

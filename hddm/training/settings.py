@@ -480,6 +480,11 @@ class RunOptions(Keeping):
         return self
 
 
+def splits_weights(recipe: Recipe) -> bool:
+    """Return True for a recipe by which several processes each hold their part of the weights."""
+    return isinstance(recipe, DenoiserFields) and recipe.shard_weights
+
+
 def refuse_watched(run: RunOptions) -> None:
     """Refuse what the first process does alone, for which it would need split weights whole.
 
