@@ -98,7 +98,8 @@ def test_another_machine_continues_from_the_uploaded_checkpoint_to_the_same_bits
     assert "step_00000012" in " ".join(s3.names("experts/a.run"))
     # A third machine finds nothing to do, and anyone can open the expert.
     machine("third", tmp_path, monkeypatch)
-    hddm.train("s3://bucket/shards/shard_0", OUT, **arguments)
+    with caplog.at_level(logging.INFO, "hddm"):
+        hddm.train("s3://bucket/shards/shard_0", OUT, **arguments)
     assert "is finished; there is nothing to resume" in caplog.text
     assert hddm.load(OUT).velocity is not None
     assert refusal(hddm.train, "s3://bucket/shards/shard_0", OUT, **SETTINGS) == (
