@@ -11,7 +11,7 @@ from typer.models import ParameterInfo
 from hddm.benchmark.lines import Line, RunCommand, Settings
 from hddm.utils.errors import HddmError
 from hddm_cli.app import commands, run_words, worded
-from hddm_cli.options import existing, fetched, named
+from hddm_cli.options import READERS
 
 _OWN = {"out", "overwrite", "resume", "dry_run"}
 """Options that a benchmark sets."""
@@ -129,6 +129,6 @@ def _read(callback: Any) -> set[str]:
     found = set()
     for name, parameter in inspect.signature(callback).parameters.items():
         for one in get_args(parameter.annotation):
-            if isinstance(one, ParameterInfo) and one.callback in (existing, fetched, named):
+            if isinstance(one, ParameterInfo) and one.callback in READERS:
                 found.add(name)
     return found

@@ -120,6 +120,8 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
+READERS = (existing, addressed, fetched, named)
+"""Callbacks of paths that are read."""
 InputArgument = functools.partial(typer.Argument, callback=existing)
 SourceArgument = functools.partial(typer.Argument, callback=addressed)
 InputOption = functools.partial(typer.Option, callback=existing)

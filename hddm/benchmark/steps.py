@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from hddm.benchmark.file import preset_names
 from hddm.benchmark.lines import Line, Settings, names_in, placed
 from hddm.experts.ensemble_records import MOMENTS, RELIABILITY
+from hddm.utils.addresses import address_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import is_draft, remove, sha256_of
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, HASHES, ROUTER_FILE, HashCache
@@ -289,6 +290,11 @@ class Step:
     def refuse_missing(self) -> None:
         """Refuse paths that it reads and that neither are there nor are written by a step."""
         for path in self.sources:
+            address = address_of(path)
+            if address is not None:
+                raise HddmError(
+                    f"{address}: a benchmark reads files of this machine; fetch it first"
+                )
             if not path.exists():
                 raise HddmError(f"{path}: no such file or folder")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hddm.utils.addresses import Address, Reached, cache_folder, is_file, reached
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.fetching import (
     Entry,
     RemoteFile,
@@ -66,7 +66,14 @@ def end(out: Address) -> None:
 
 
 def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
-    """Refuse an address with a result, which the file ``record`` marks; raises `HddmError` as `reached`."""
+    """Refuse an address with a result, which the file ``record`` marks, and one where none can be written.
+
+    Raises `HddmError`, also as `reached`, and `UsageError` for an address of the web.
+    """
+    if out.scheme in ("http", "https"):
+        raise UsageError(
+            f"{out}: nothing can be written there; name an address such as s3://bucket/name"
+        )
     if out.is_whole:
         raise HddmError(f"{out}: is a whole bucket; name a folder in it")
     if out.secret:

@@ -225,6 +225,14 @@ def test_the_guide_names_all_names_that_are_taken() -> None:
         ({"part": "sample $mixed --expert '1"}, "a quote is not closed"),
         ({"part": "sample $parts/../secret"}, "leads out of the step's folder"),
         ({"part": "sample nowhere"}, "step 'part': nowhere: no such file or folder"),
+        (
+            {"part": "sample s3://nowhere/a"},
+            "s3://nowhere/a: a benchmark reads files of this machine",
+        ),
+        (
+            {"parts": "partition s3://a/b --shards 2"},
+            "s3://a/b: a benchmark reads files of this machine",
+        ),
         ({"part": "inspect $mixed"}, "--out: no such option"),
         ({"single": "train expert $all/shard_0 --config $all/x.yaml"}, "no step can write it"),
     ],
