@@ -23,8 +23,9 @@ from hddm.data.features import ImageFeatures
 from hddm.data.shard_records import FORMAT, HELD_OUT, ShardManifest, write_list, write_manifest
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
-from hddm.utils.files import link_or_copy, sha256_of, sync
+from hddm.utils.files import link_or_copy, sha256_of
 from hddm.utils.progress import Progress
+from hddm.utils.syncing import sync_all
 from hddm.utils.work import Draft
 
 WRITTEN = 4096
@@ -193,6 +194,5 @@ def _write_images(division: Division, places: Indices, folder: Path) -> int | No
         if sha256 != found.files[place].tobytes():
             return int(row)
         copies.append(copy)
-    for path in [*copies, *folders]:
-        sync(path)
+    sync_all([*copies, *folders], folder)
     return None

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from hddm.utils.addresses import refuse_address
 from hddm.utils.documents import parse_object, parse_yaml
 from hddm.utils.errors import HddmError, one_line, sizes_apart
+from hddm.utils.syncing import sync, sync_all
 
 _LONGEST_NAME = 255
 """Bytes; longer names fail on the file systems in use."""
@@ -173,8 +175,8 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         if path.is_file() and path.stat().st_nlink == 1:
             # As `write_whole`; a file with other hard links keeps its mode, which they share.
             path.chmod(mode)
-        sync(path)
-    sync(draft)
+    own = (path for path in below(draft) if not path.is_symlink())
+    sync_all(itertools.chain(own, [draft]), draft)
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     gone = target.parent / f".{target.name}.part-{os.getpid()}"
     try:
@@ -495,15 +497,6 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise HddmError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
         ) from error
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _made_meanwhile(path: Path) -> HddmError:
