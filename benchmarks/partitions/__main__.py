@@ -123,7 +123,7 @@ def run(
         "# Memory and time of a partition",
         f"Peaks are of whole processes; importing the modules alone takes {bare / 1e6:.0f} MB.",
         "",
-        "| source | images | MB to open it | s | MB to partition it | s | of them processor | processor, per 100,000 |",
+        "| source | images | MB to open it | s | MB to divide it | s | processor s | per 100,000 |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
