@@ -8,6 +8,7 @@ import typer
 from hddm.settings import SourceSettings
 from hddm.utils.errors import HddmError
 from hddm_cli.options import AsJson, InputArgument, Out, Seed, add
+from hddm_cli.usage import say
 
 group = typer.Typer(
     help="Check images before training, or write example images.", no_args_is_help=True
@@ -30,7 +31,10 @@ def check(
 
     report = check_data(path, settings.caption_column, settings.label_column)
     bad = len(report.bad)
-    typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(report.lines()))
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        say("\n".join(report.lines()))
     if bad > settings.max_bad:
         raise HddmError(
             f"{path}: {counted(bad, 'bad image')}, more than --max-bad {settings.max_bad}; repair or remove "

@@ -90,6 +90,12 @@ def named(param: typer.CallbackParam, value: Any) -> Any:
     return value if HubName.parse(str(value)) is not None else addressed(param, value)
 
 
+def on_this_machine(value: Path) -> Path:
+    """Callback of --out of verbs that look at it themselves; raises as `refuse_address`."""
+    refuse_address(value)
+    return value
+
+
 def absent_or_address(context: typer.Context, value: Path) -> Path:
     """Callback of --out of verbs that upload what they write to an address, and look at it themselves.
 
@@ -115,7 +121,11 @@ def absent(context: typer.Context, value: Path) -> Path:
 
 
 def refuse_other(out: Path, record: str, kind: str) -> None:
-    """Refuse a folder with content but no file ``record``, which marks the ``kind`` that goes on there."""
+    """Refuse a folder with content but no file ``record``, which marks the ``kind`` that goes on there.
+
+    An address is refused as well.
+    """
+    refuse_address(out)
     if out.is_dir() and not is_empty(out) and not (out / record).is_file():
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 

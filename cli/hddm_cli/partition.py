@@ -88,6 +88,6 @@ def partition(
             f"{out}: images of several sizes, and training takes one: {TO_ONE_SIZE}", err=True
         )
     typer.echo(f"{out / 'report.html'}: what they look like")
-    if cache is None:
+    if cache is None and here == out:
         again = f"kept for another partition of these images (--cache {kept})"
         typer.echo(f"{kept}: features, {again}; they can be deleted")

@@ -30,6 +30,7 @@ from hddm_cli.options import (
     Without,
     add,
     checked_by,
+    on_this_machine,
     opens_experts,
 )
 from hddm_cli.usage import say, show
@@ -161,7 +162,10 @@ def train_all(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")
+        Path,
+        typer.Option(
+            help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).", callback=on_this_machine
+        ),
     ],
     settings: AllSettings,
     run: Annotated[RunOptions, Without(("held_out", "validate_every", "run_name"))],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from hddm.utils.addresses import in_addresses
 from hddm.utils.errors import UsageError, choose, did_you_mean, words
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ def _values_of(param: Any, parse: Callable[..., Any], words: Sequence[str]) -> l
 
 
 def as_typed(text: str) -> str:
-    """A text of the library, which names arguments in backticks, with the options to type: ``--steps``."""
-    return _FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
+    """A text of the library as users typed it: options for arguments in backticks, addresses for copies."""
+    return in_addresses(_FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text))
 
 
 def say(text: str, err: bool = False) -> None:

@@ -26,7 +26,15 @@ from hddm.utils.errors import HddmError
 from hddm.utils.fetching import fetched
 from hddm.utils.files import below, link_or_copy, new_folder, write_whole
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage
-from hddm.utils.uploading import begin, end, refuse_existing, upload, upload_files, work_folder
+from hddm.utils.uploading import (
+    begin,
+    end,
+    refuse_existing,
+    refuse_unwritable,
+    upload,
+    upload_files,
+    work_folder,
+)
 
 log = logging.getLogger(__name__)
 Train = Callable[[Path, OnTrainingStep], object]
@@ -50,6 +58,8 @@ def train_at(out: Address, run: RunOptions, overwrite: bool, train: Train) -> No
     refuse_existing(out, EXPERT_FILE, overwrite)
     if not run.resume:
         remote.refuse_run()
+    if is_first:
+        refuse_unwritable(out)
     folder = begin(out)
     if not is_first:
         train(folder, lambda step, loss, seconds: None)
@@ -86,7 +96,10 @@ class _RemoteRun:
         self._run = run_folder_of(work_folder(out))
         self.address = out.with_name(f"{out.name}.run")
         self._pending: Future[None] | None = None
-        self._uploaded: Path | None = None
+        self._tried: Path | None = None
+        """The newest checkpoint whose upload was begun."""
+        self._is_there = False
+        """True if that upload succeeded."""
 
     def is_finished(self) -> bool:
         """True if the result is there."""
@@ -138,43 +151,44 @@ class _RemoteRun:
                 return
             self._report(self._pending)
             self._pending = None
-        draft = self._next()
-        if draft is not None:
-            self._pending = pool.submit(self._upload, draft)
+        newest = self._newest()
+        if newest is not None and newest != self._tried:
+            self._pending = pool.submit(self._upload, self._drafted(newest))
 
     def finish(self) -> None:
-        """Wait for the upload, and upload the newest checkpoint."""
+        """Wait for the upload, and upload the newest checkpoint unless it is there."""
         if self._pending is not None:
             self._pending.exception()
             self._pending = None
-        draft = self._next()
-        if draft is not None:
-            self._upload(draft)
+        newest = self._newest()
+        if newest is not None and not (newest == self._tried and self._is_there):
+            self._upload(self._drafted(newest))
 
     def _report(self, done: Future[None]) -> None:
         error = done.exception()
         if error is not None:
-            self._uploaded = None
             log.warning("%s; the training goes on, and the next checkpoint is uploaded", error)
 
-    def _next(self) -> Path | None:
-        """Links to the files of a new checkpoint: the training may remove it while it is uploaded."""
+    def _newest(self) -> Path | None:
         found = checkpoints_in(self._run / CHECKPOINTS)
-        if not found or found[0] == self._uploaded:
-            return None
-        draft = self._run / "uploading" / found[0].name
+        return found[0] if found else None
+
+    def _drafted(self, checkpoint: Path) -> Path:
+        """Links to the files of a checkpoint: the training may remove it while it is uploaded."""
+        self._tried, self._is_there = checkpoint, False
+        draft = self._run / "uploading" / checkpoint.name
         shutil.rmtree(draft.parent, ignore_errors=True)
         draft.mkdir(parents=True)
-        for file in below(found[0]):
+        for file in below(checkpoint):
             link_or_copy(file, draft / file.name)
         shutil.copyfile(self._run / RUN_FILE, draft.parent / RUN_FILE)
-        self._uploaded = found[0]
         return draft
 
     def _upload(self, draft: Path) -> None:
         upload_files({RUN_FILE: draft.parent / RUN_FILE}, self.address, RUN_FILE)
         place = self.address / CHECKPOINTS / draft.name
         upload(draft, place, MANIFEST)
+        self._is_there = True
         shutil.rmtree(draft.parent, ignore_errors=True)
         steps = [step for step in self.checkpoints() if step <= step_of(draft)]
         for step in steps[self._keep :]:

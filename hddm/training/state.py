@@ -408,7 +408,7 @@ def open_run(
         )
         work.sweep()
         if options.resume and run.begun_at is None:
-            log.info("%s: has no checkpoint; the training starts again at step 1", work.folder)
+            log.info("%s: has no checkpoint; the training starts at step 1", work.folder)
         yield run
 
 

@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 from hddm.utils.errors import HddmError, one_line
 
 # A path has lost one of the slashes.
-_FORM = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>[^/].*)", re.DOTALL)
+_FORM = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^/].*)", re.DOTALL)
 _LOCAL = ("file", "local")
 _NAMES_A_CONTAINER = ("abfs", "abfss", "wasb", "wasbs", "adl")
 """Schemes with a container, and no user, before the @."""
 _USER = re.compile(r"(?<=://)[^/@\s]*@")
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
-EXTRA = "remote"
+EXTRA, IN_EXTRA = "remote", ("s3", "s3a", "gs", "gcs", "http", "https")
 CACHE = "HDDM_CACHE"
+_copies: dict[str, str] = {}
+"""Addresses, by the path of their copy on this machine."""
 
 
 class Address(PosixPath):
@@ -66,7 +68,7 @@ def address_of(text: str | Path) -> Address | None:
     found = _FORM.fullmatch(str(text))
     if found is None or Path(text).exists():
         return None
-    scheme = found["scheme"]
+    scheme = found["scheme"].lower()
     whole = f"{scheme}:{'///' if scheme in _LOCAL else '//'}{found['rest']}"
     plain = _QUERY.sub("", whole)
     if scheme not in _NAMES_A_CONTAINER:
@@ -128,6 +130,18 @@ def is_file(path: Path) -> bool:
         return bool(files.isfile(place))
 
 
+def note_copy(path: Path, address: Address) -> None:
+    """Let `in_addresses` name this copy by its address."""
+    _copies[str(path)] = str(address)
+
+
+def in_addresses(text: str) -> str:
+    """A text for people, in which copies that this process made have their addresses in place of paths."""
+    for path, address in _copies.items():
+        text = text.replace(path, address)
+    return text
+
+
 def cache_folder() -> Path:
     """Folder of what was fetched, and of what is made to be uploaded."""
     stated = os.environ.get(CACHE)
@@ -141,7 +155,7 @@ def refuse_address(path: Path) -> None:
     """Refuse an address where only a path of this machine is of use; raises `HddmError`."""
     address = address_of(path)
     if address is not None:
-        text = "is an address, and this is written on this machine alone; name a folder"
+        text = "is an address, and what this command writes stays on this machine; name a folder"
         raise HddmError(f"{address}: {text}")
 
 
@@ -188,24 +202,25 @@ def reached(address: Address) -> Iterator[Reached]:
 def _reason(error: Exception, address: Address) -> str:
     """What went wrong, and what to do about it."""
     if isinstance(error, ImportError):
-        return (
-            f"needs a package that is not installed ({one_line(error, 80)}); install "
-            f"hddm-diffusion[{EXTRA}], or the package"
-        )
+        remedy = f"hddm-diffusion[{EXTRA}]" if address.scheme in IN_EXTRA else "it"
+        return f"needs a package that is not installed ({one_line(error, 80)}); install {remedy}"
     # A file system of the web raises this for every answer, and for none.
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     name, status = type(error).__name__, getattr(error, "status", None)
     if status in (401, 403) or isinstance(error, PermissionError) or "Credentials" in name:
         return f"access is denied ({_shown(error, address)}); check the credentials of {address.scheme}"
+    if "bucket does not exist" in str(error):
+        return "its bucket does not exist; create it, or check the address"
     if status == 404 or isinstance(error, FileNotFoundError) or "does not exist" in str(error):
         return "no such file or folder there; check the address"
     if "rotocol not known" in str(error):
         text = "use s3, gs, hf, https or another of fsspec's"
         return f"no file system is known for {address.scheme}://; {text}"
-    return (
-        f"cannot be reached ({name}: {_shown(error, address)}); check the address and the network"
-    )
+    remedy = "check the address and the network"
+    if address.scheme in ("s3", "s3a"):
+        remedy += "; AWS_ENDPOINT_URL=http://HOST:PORT names a server of your own"
+    return f"cannot be reached ({name}: {_shown(error, address)}); {remedy}"
 
 
 def _shown(error: Exception, address: Address) -> str:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from hddm.utils.addresses import Address, cache_folder, reached
+from hddm.utils.addresses import Address, cache_folder, note_copy, reached
 from hddm.utils.errors import HddmError, sizes_apart
 from hddm.utils.files import inside, locked, read_json, refuse_full_disk, write_json, write_whole
 from hddm.utils.progress import Progress
@@ -115,7 +115,9 @@ def _largest() -> int:
     try:
         return int(TypeAdapter(Memory).validate_python(stated))
     except ValidationError:
-        raise HddmError(f"{CACHE_SIZE}={stated}: is no size; write one as 50GB") from None
+        raise HddmError(
+            f"{CACHE_SIZE}={stated}: is no size; write a number with its unit, as 50GB"
+        ) from None
 
 
 _guard = threading.RLock()
@@ -151,7 +153,8 @@ class Entry:
         write_whole(self.folder / COMPLETE, lambda draft: write_json(draft, record))
 
     def mark(self) -> None:
-        """Let no other process remove it."""
+        """Let no other process remove it; raises `HddmError` for a bound of the cache that is no size."""
+        _largest()
         mark = self.folder / f"{_USED}{platform.node()}-{os.getpid()}"
         if not mark.exists():
             with _whole_cache():
@@ -229,6 +232,7 @@ def fetched(address: Address) -> Path:
     entry = Entry.of(listing)
     with _guard:
         _kept.add(entry.folder)
+    note_copy(entry.content, address)
     entry.fill(listing)
     return entry.content
 
@@ -257,6 +261,7 @@ def held(address: Address) -> Iterator[Path]:
     try:
         if not entry.is_complete:
             _refuse_changed(listing)
+        note_copy(entry.content, address)
         entry.fill(listing)
         yield entry.content
     finally:

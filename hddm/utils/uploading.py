@@ -9,6 +9,7 @@ CACHE/uploads/KEY.json; the same command skips it. Only files whose bytes are al
 stores see to that, and other file systems get a draft that is renamed.
 """
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hddm.utils.addresses import Address, Reached, cache_folder, is_file, reached
+from hddm.utils.addresses import Address, Reached, cache_folder, is_file, note_copy, reached
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.fetching import (
     Entry,
@@ -34,6 +35,7 @@ _RECORDS = (MANIFEST, EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE)
 _RENAMED = ("file", "local", "sftp", "ssh", "smb", "ftp")
 """Schemes of file systems where a file that is being written is seen under its name."""
 _IDENTITY = "identity.json"
+_PROBE = ".hddm-probe"
 _THREADS = 16
 LARGEST_NOTES = 2**28
 
@@ -52,6 +54,7 @@ def _work_of(out: Address) -> Entry:
 def begin(out: Address) -> Path:
     """`work_folder`, which stays from now on; raises `HddmError` if the cache cannot be written."""
     entry = _work_of(out)
+    note_copy(entry.content, out)
     if entry.is_complete:
         # A copy of what was at the address once, and is there no more.
         shutil.rmtree(entry.folder)
@@ -89,6 +92,20 @@ def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
         raise HddmError(f"{out} exists: choose another address")
 
 
+def refuse_unwritable(out: Address) -> None:
+    """Refuse an address where no file can be written, before hours of work for it; raises as `reached`.
+
+    A small file is written and removed, which needs no right to remove files: without it, the file stays.
+    """
+    with reached(out / _PROBE) as there:
+        folder = there.path.rpartition("/")[0]
+        if out.scheme in _RENAMED:
+            there.files.makedirs(folder, exist_ok=True)
+        there.files.pipe_file(there.path, b"")
+        with contextlib.suppress(Exception):
+            there.files.rm_file(there.path)
+
+
 def produced(
     out: Address,
     record: str,
@@ -113,9 +130,10 @@ def produced(
             text = (
                 "holds a result of other options that was not uploaded; repeat those, or remove it"
             )
-            raise HddmError(f"{out}: {folder} {text}", map(str, found))
+            raise HddmError(f"{out}: {folder.parent} {text}", map(str, found))
         write_whole(own, lambda draft: write_json(draft, identity))
         if not is_made:
+            refuse_unwritable(out)
             make(folder)
         upload(folder, out, record)
         end(out)

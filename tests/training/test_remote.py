@@ -178,6 +178,65 @@ def test_a_checkpoint_that_was_not_uploaded_whole_is_passed_over(
     assert weights(tmp_path / "remote" / "a") == expected
 
 
+@pytest.mark.integration
+def test_an_outage_is_one_warning_for_each_checkpoint_and_the_last_is_uploaded_after_it(
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+    out = f"file://{tmp_path}/remote/a"
+    put, tries = uploading._put, []
+
+    def failing_at_first(there: Any, files: Any, *more: Any) -> None:
+        tries.append([one.name for one in files])
+        # All but the last words of the training: its end, and what an exception leaves.
+        if not stopping:
+            raise ConnectionResetError("the other side is gone")
+        put(there, files, *more)
+
+    stopping: list[bool] = []
+    reach = TrainingProgress.reach
+
+    def reached(self: TrainingProgress, done: int, *more: Any) -> None:
+        # Time for uploads that are under way, so that each checkpoint has its own.
+        time.sleep(0.3)
+        if done == 11:
+            stopping.append(True)
+            raise KeyError("the machine fails")
+        reach(self, done, *more)
+
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "hddm"):
+        broken.setattr(uploading, "_put", failing_at_first)
+        broken.setattr(TrainingProgress, "reach", reached)
+        with pytest.raises(KeyError):
+            hddm.train(shards / "shard_0", out, **{**SETTINGS, "resume": True})
+    warnings = [one for one in caplog.records if "the training goes on" in one.getMessage()]
+    assert 1 <= len(warnings) <= 2
+    there = tmp_path / "remote" / "a.run" / "checkpoints"
+    assert [path.name for path in there.iterdir()] == ["step_00000008"]
+
+
+@pytest.mark.integration
+def test_a_bucket_that_is_not_there_is_refused_before_the_work(
+    s3: S3, shards: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(TrainingProgress, "reach", lambda self, done, *more: steps.append(done))
+    told = "its bucket does not exist; create it, or check the address"
+    out = "s3://nobucket/experts/a"
+    for resume in (False, True):
+        said = refusal(hddm.train, shards / "shard_0", out, **SETTINGS, resume=resume)
+        assert said.endswith(told), said
+    assert steps == []
+    said = refusal(hddm.partition, images, "s3://nobucket/shards", 2)
+    assert said.endswith(told), said
+    # Nothing of the check is left.
+    hddm.partition(images, "s3://bucket/shards", 2)
+    assert not any("probe" in name for name in s3.names())
+
+
 @pytest.mark.slow
 def test_trainings_killed_at_many_moments_on_machine_after_machine_end_with_the_same_bits(
     s3: S3, shards: Path, tmp_path: Path

@@ -201,7 +201,7 @@ def test_a_checkpoint_is_saved_after_two_minutes_and_changes_nothing(
 
     with pytest.raises(Died):
         train_expert(whole, out, settings, on_step=tick, run=RunOptions(resume=True))
-    assert f"{out}.run: has no checkpoint; the training starts again at step 1" in caplog.text
+    assert f"{out}.run: has no checkpoint; the training starts at step 1" in caplog.text
     # After the third step 150 seconds were over, and since the fourth one less than 120 were.
     assert [path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir()] == [
         "step_00000004"

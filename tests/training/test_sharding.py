@@ -1,7 +1,13 @@
 """Weights that are split over processes, against trainings by one process that has them whole."""
 
 import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +29,11 @@ from hddm.training.sharding import Shards
 from hddm.utils.records import WEIGHTS
 from tests.artefacts import expert_settings
 from tests.killed_runs import checkpoint
+from tests.s3 import free_port, in_its_own
 from tests.several_processes import LOSSES, check_close, together, train_in_float64
 
 pytestmark = pytest.mark.integration
-STEPS = 16
+STEPS, KILLS = 16, 10
 SPLIT = {"shard_weights": True}
 
 
@@ -318,3 +325,62 @@ def compare_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", _networks())
 def test_networks_of_other_families_are_split_to_the_same_gradients(name: str) -> None:
     together(2, compare_gradients, name)
+
+
+@pytest.mark.slow
+def test_a_training_by_torchrun_that_is_killed_at_many_moments_ends_with_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Some kills hit one process, and some all of them with torchrun itself."""
+    words = ["--objective=flow", "--size=tiny", "--batch-size=12", "--device=cpu", "--threads=1"]
+    words += ["--steps=60", "--checkpoint-every=2", "--shard-weights", "--resume"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port={}",
+    ]
+
+    def launched(out: Path) -> "subprocess.Popen[str]":
+        command = [word.format(free_port()) for word in launch]
+        command += ["-m", "hddm_cli", "train", "expert", str(whole), f"--out={out}", *words]
+        with out.with_name("log").open("a") as log:
+            return subprocess.Popen(
+                command,
+                env=in_its_own()["env"],
+                text=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    assert launched(alone).wait() == 0
+    checkpoints = run_folder_of(out) / "checkpoints"
+    draws, kills = random.Random(0), 0
+    while kills < KILLS:
+        before = set(checkpoints.glob("step_*"))
+        process = launched(out)
+        while set(checkpoints.glob("step_*")) <= before and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(draws.uniform(0, 0.5))
+        if process.poll() is not None:
+            break
+        killed = [process.pid] if draws.random() < 0.5 else _workers(process.pid)[:1]
+        kills += 1
+        for one in killed:
+            os.kill(one, signal.SIGKILL)
+        if killed == [process.pid]:
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() != 0
+    assert kills == KILLS
+    assert launched(out).wait() == 0, out.with_name("log").read_text()
+    for path in sorted(alone.glob("*.safetensors")):
+        assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def _workers(parent: int) -> list[int]:
+    """Processes that a process started."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(one) for one in children.split()]

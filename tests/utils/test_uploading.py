@@ -130,8 +130,9 @@ def test_a_result_is_made_once_however_often_its_upload_fails(
 def test_results_go_to_no_whole_bucket_and_no_address_with_a_password() -> None:
     for place, told in (
         ("s3://bucket", "is a whole bucket"),
-        ("https://me:hunter2@host.example/x", "without a password or query"),
-        ("https://host.example/x?sig=deadbeef", "without a password or query"),
+        ("sftp://me:hunter2@host.example/x", "without a password or query"),
+        ("s3://bucket/x?sig=deadbeef", "without a password or query"),
+        ("https://host.example/x", "nothing can be written there"),
     ):
         refused = refusal(uploading.refuse_existing, at(place), RECORD)
         assert told in refused
