@@ -381,6 +381,10 @@ def test_a_training_by_torchrun_that_is_killed_at_many_moments_ends_with_the_sam
 
 
 def _workers(parent: int) -> list[int]:
-    """Processes that a process started."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(one) for one in children.split()]
+    """Processes of hddm that torchrun started."""
+    found: list[int] = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        found += map(int, children.read_text().split())
+    workers = [one for one in found if "hddm_cli" in Path(f"/proc/{one}/cmdline").read_text()]
+    assert len(workers) == 2
+    return workers
