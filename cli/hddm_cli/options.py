@@ -70,7 +70,7 @@ def addressed(param: typer.CallbackParam, value: Any) -> Any:
     return found
 
 
-def fetched(param: typer.CallbackParam, value: Any) -> Any:
+def downloaded(param: typer.CallbackParam, value: Any) -> Any:
     """Callback of paths of models: a name on a hub, or an address, becomes where it is downloaded to.
 
     Raises:
@@ -97,12 +97,20 @@ def on_this_machine(value: Path) -> Path:
 
 
 def absent_or_address(context: typer.Context, value: Path) -> Path:
-    """Callback of --out of verbs that upload what they write to an address, and look at it themselves.
+    """Callback of --out of verbs that upload what they write to an address.
+
+    What is at an address is looked at when the work begins.
 
     Raises:
-        HddmError: as `absent`.
+        HddmError: as `absent`, and as `hddm.utils.uploading.refuse_target`.
     """
-    return address_of(value) or absent(context, value)
+    address = address_of(value)
+    if address is None:
+        return absent(context, value)
+    from hddm.utils.uploading import refuse_target
+
+    refuse_target(address, bool(context.params.get("overwrite")))
+    return address
 
 
 def absent(context: typer.Context, value: Path) -> Path:
@@ -130,14 +138,14 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
-READERS = (existing, addressed, fetched, named)
+READERS = (existing, addressed, downloaded, named)
 """Callbacks of paths that are read."""
 InputArgument = functools.partial(typer.Argument, callback=existing)
 SourceArgument = functools.partial(typer.Argument, callback=addressed)
 InputOption = functools.partial(typer.Option, callback=existing)
-ModelArgument = functools.partial(typer.Argument, callback=fetched)
+ModelArgument = functools.partial(typer.Argument, callback=downloaded)
 NamedArgument = functools.partial(typer.Argument, callback=named)
-ModelOption = functools.partial(typer.Option, callback=fetched)
+ModelOption = functools.partial(typer.Option, callback=downloaded)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 OutOrAddress = Annotated[
@@ -195,7 +203,7 @@ def opens_experts(verb: Made) -> Made:
 IN_FILES_ALONE = ("weight_decay", "max_grad_norm", "max_non_finite", "keep", "log_every")
 """Settings without an option."""
 _SPELLED = {"prompts": "--prompt", "strategies": "--strategy"}
-_CALLBACKS = {READ: existing, MODEL: fetched}
+_CALLBACKS = {READ: existing, MODEL: downloaded}
 
 
 def _option(name: str, field: Any) -> Any:

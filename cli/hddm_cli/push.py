@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.settings import Described, InputPath
+from hddm.utils.errors import UsageError
 from hddm_cli.options import InputArgument, opens_experts
 from hddm_cli.usage import say
 
@@ -47,6 +48,8 @@ def push(
     from hddm.utils.addresses import address_of
 
     address = address_of(name)
+    if address is not None and options.private:
+        raise UsageError("--private: is for a hub; who may read an address is set where it is")
     name = name if address is None else str(address)
     planned = plan_upload(ensemble, name, options.licence, options.picture, options.results)
     for note in planned.notes:

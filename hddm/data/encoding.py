@@ -203,7 +203,9 @@ def _encoded_to(
     def make(folder: Path) -> object:
         return encode_shards(source, folder, settings, rows=rows)
 
-    folder = produced(out, record, identity, overwrite, make)
+    named = (settings.vae, settings.text_encoder, settings.tokenizer)
+    reads = [Path(one) for one in named if one is not None and Path(one).exists()]
+    folder = produced(out, record, identity, reads, overwrite, make)
     encoded: dict[Path, EncodedShard] = {}
     for shard in _shards_in(folder):
         made = read_manifest(shard)

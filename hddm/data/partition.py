@@ -80,12 +80,11 @@ def partition(
         from hddm.utils.uploading import produced
 
         asked = {"num_shards": num_shards, **settings.model_dump(mode="json", exclude={"cache"})}
-        asked["images"] = [str(one) for one in folders]
 
         def make(folder: Path) -> object:
             return partition(folders, folder, num_shards, settings, replace_cache=replace_cache)
 
-        produced(out, PARTITION_FILE, asked, overwrite, make)
+        produced(out, PARTITION_FILE, asked, folders, overwrite, make)
         return [out / f"shard_{k}" for k in range(num_shards)]
     if cache is not None:
         refuse_address(cache)

@@ -149,9 +149,10 @@ def plan_upload(
 
 def upload_to_address(planned: Upload, address: Address) -> None:
     """Send files to an address, where nothing may be yet; raises as `hddm.utils.uploading.upload_files`."""
-    from hddm.utils.uploading import refuse_existing, upload_files
+    from hddm.utils.uploading import refuse_existing, refuse_others, upload_files
 
     refuse_existing(address, ENSEMBLE_FILE)
+    refuse_others(address)
     files: dict[str, Path] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, one in planned.files.items():

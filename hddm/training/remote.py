@@ -44,26 +44,26 @@ Train = Callable[[Path, OnTrainingStep], object]
 def train_at(out: Address, run: RunOptions, overwrite: bool, train: Train) -> None:
     """Train to `work_folder`, upload checkpoints on the way, and the result to ``out``.
 
-    A failed upload of a checkpoint is a warning, and repeated with the next checkpoint.
+    A failed upload of a checkpoint is a warning, and the next checkpoint is uploaded in its turn.
 
     Raises:
         HddmError: as ``train``; for a result or a run that is at the address already, unless it is to be
-            resumed; if the last upload fails, with what is kept.
+            resumed; for several processes; if the upload of the result fails, with what is kept.
     """
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        text = "a training by several processes writes to a folder that they all see; name one"
+        raise HddmError(f"{out}: {text}")
     remote = _RemoteRun(out, run)
     if run.resume and not overwrite and remote.is_finished():
         log.info("%s: is finished; there is nothing to resume", out)
+        if work_folder(out).is_dir():
+            end(out)
         return
     refuse_existing(out, EXPERT_FILE, overwrite)
     if not run.resume:
         remote.refuse_run()
-    if is_first:
-        refuse_unwritable(out)
+    refuse_unwritable(out)
     folder = begin(out)
-    if not is_first:
-        train(folder, lambda step, loss, seconds: None)
-        return
     if run.resume:
         remote.restore()
     with ThreadPoolExecutor(1, "hddm-upload") as pool:
@@ -74,7 +74,8 @@ def train_at(out: Address, run: RunOptions, overwrite: bool, train: Train) -> No
             with _warned():
                 remote.finish()
             raise
-        remote.finish()
+        with _warned():
+            remote.finish()
     upload(folder, out, EXPERT_FILE)
     end(out)
 
@@ -100,6 +101,7 @@ class _RemoteRun:
         """The newest checkpoint whose upload was begun."""
         self._is_there = False
         """True if that upload succeeded."""
+        self._took_steps = False
 
     def is_finished(self) -> bool:
         """True if the result is there."""
@@ -111,25 +113,28 @@ class _RemoteRun:
             text = f"already holds a run of {self._out}; `resume=True` continues it, or choose another `out`"
             raise HddmError(f"{self.address}: {text}")
 
-    def checkpoints(self) -> list[int]:
-        """Steps of the complete checkpoints at the address, the newest first."""
+    def checkpoints(self) -> dict[int, bool]:
+        """Steps of the checkpoints at the address, the newest first, and whether each is complete."""
         with reached(self.address / CHECKPOINTS) as (files, path):
             files.invalidate_cache()
             found = files.find(path) if files.exists(path) else []
-        steps: list[int] = []
+        complete: dict[int, bool] = {}
         for name in found:
             folder, _, own = name.rpartition("/")
-            if own == MANIFEST and folder.rpartition("/")[2].startswith("step_"):
-                steps.append(step_of(Path(folder)))
-        return sorted(steps, reverse=True)
+            if folder.rpartition("/")[2].startswith("step_"):
+                step = step_of(Path(folder))
+                complete[step] = complete.get(step, False) or own == MANIFEST
+        return dict(sorted(complete.items(), reverse=True))
 
     def restore(self) -> None:
         """Fetch the newest checkpoint that is complete, unless this machine has as new a one."""
         own = checkpoints_in(self._run / CHECKPOINTS)
         newest = step_of(own[0]) if own else -1
-        for step in self.checkpoints():
+        for step, is_complete in self.checkpoints().items():
             if step <= newest:
                 return
+            if not is_complete:
+                continue
             name = f"step_{step:08d}"
             found = fetched(self.address / CHECKPOINTS / name)
             if damage(found, MANIFEST):
@@ -146,6 +151,7 @@ class _RemoteRun:
 
     def notice(self, pool: ThreadPoolExecutor) -> None:
         """Begin to upload the newest checkpoint, if it is new and nothing is being uploaded."""
+        self._took_steps = True
         if self._pending is not None:
             if not self._pending.done():
                 return
@@ -156,7 +162,12 @@ class _RemoteRun:
             self._pending = pool.submit(self._upload, self._drafted(newest))
 
     def finish(self) -> None:
-        """Wait for the upload, and upload the newest checkpoint unless it is there."""
+        """Wait for the upload, and upload the newest checkpoint unless it is there.
+
+        A command that was refused uploads nothing.
+        """
+        if not self._took_steps:
+            return
         if self._pending is not None:
             self._pending.exception()
             self._pending = None
@@ -187,12 +198,26 @@ class _RemoteRun:
     def _upload(self, draft: Path) -> None:
         upload_files({RUN_FILE: draft.parent / RUN_FILE}, self.address, RUN_FILE)
         place = self.address / CHECKPOINTS / draft.name
+        if is_file(place / MANIFEST):
+            # A damaged one, which counts for nothing while it is replaced.
+            _remove(place)
         upload(draft, place, MANIFEST)
         self._is_there = True
         shutil.rmtree(draft.parent, ignore_errors=True)
-        steps = [step for step in self.checkpoints() if step <= step_of(draft)]
-        for step in steps[self._keep :]:
-            with reached(self.address / CHECKPOINTS / f"step_{step:08d}") as (files, path):
-                # Without it, what is left of the rest counts for nothing.
-                files.rm_file(f"{path}/{MANIFEST}")
-                files.rm(path, recursive=True)
+        kept = 0
+        for step, is_complete in self.checkpoints().items():
+            if step > step_of(draft):
+                continue
+            kept += is_complete
+            if not is_complete or kept > self._keep:
+                # Without the right to remove files, all checkpoints stay.
+                with _warned():
+                    _remove(self.address / CHECKPOINTS / f"step_{step:08d}")
+
+
+def _remove(checkpoint: Address) -> None:
+    """Remove a checkpoint; without its manifest, what is left of the rest counts for nothing."""
+    with reached(checkpoint) as (files, path):
+        if files.exists(f"{path}/{MANIFEST}"):
+            files.rm_file(f"{path}/{MANIFEST}")
+        files.rm(path, recursive=True)

@@ -52,15 +52,15 @@ def train(
             the way, and steps that are not finite.
     """
     check_init(settings, init, schedule)
-    shard, init = on_disk(shard), None if init is None else local(init)
 
     def to(folder: Path, after: OnTrainingStep | None = None) -> None:
+        data, start = on_disk(shard), None if init is None else local(init)
         with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
             on_step = progress.reach if after is None else _both(progress.reach, after)
-            if init is not None:
-                losses = continue_expert(init, shard, folder, settings, overwrite, on_step, run)
+            if start is not None:
+                losses = continue_expert(start, data, folder, settings, overwrite, on_step, run)
             else:
-                losses = train_expert(shard, folder, settings, schedule, overwrite, on_step, run)
+                losses = train_expert(data, folder, settings, schedule, overwrite, on_step, run)
         if losses:
             report(f"{out}: {summary_of(losses)}")
 

@@ -10,6 +10,7 @@ by neither of them, before an address is used.
 """
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ _FORM = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^/].*)", re
 _LOCAL = ("file", "local")
 _NAMES_A_CONTAINER = ("abfs", "abfss", "wasb", "wasbs", "adl")
 """Schemes with a container, and no user, before the @."""
-_USER = re.compile(r"(?<=://)[^/@\s]*@")
+_PASSWORD = re.compile(r"(?<=://)[^/\s]*:[^/\s]*@")
+"""A user with a password, which may have an @ of its own. A user alone is no secret."""
+_SPLIT_PASSWORD = re.compile(r"[^/:@]*:(?!\d+/)[^/@]*/.*@")
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 EXTRA, IN_EXTRA = "remote", ("s3", "s3a", "gs", "gcs", "http", "https")
 CACHE = "HDDM_CACHE"
@@ -35,7 +38,7 @@ class Address(PosixPath):
     """An address as a path. No file of this machine has this path."""
 
     secret: str = ""
-    """The whole address with its password or query, if it has any: what is below it does not."""
+    """The whole address with its password or query, if it has any."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -47,10 +50,17 @@ class Address(PosixPath):
         """What stands before ``://``."""
         return str(self).partition(":")[0]
 
+    def __truediv__(self, name: str | os.PathLike[str]) -> "Address":
+        below = super().__truediv__(name)
+        # What a query signs is one file.
+        if self.secret and "?" not in self.secret:
+            below.secret = f"{self.secret.rstrip('/')}/{os.fspath(name)}"
+        return below
+
     @property
     def is_whole(self) -> bool:
         """True for a whole bucket or host."""
-        return self.parent.name.endswith(":") or not self.name
+        return not self.name or (self.parent.name.endswith(":") and self.scheme not in _LOCAL)
 
     @property
     def opened_as(self) -> str:
@@ -62,7 +72,10 @@ class Address(PosixPath):
 
 
 def address_of(text: str | Path) -> Address | None:
-    """The address that a text or path is; None for a path of this machine, which comes first."""
+    """The address that a text or path is; None for a path of this machine, which comes first.
+
+    Raises `HddmError` for a password with a slash, which would end the name of the host.
+    """
     if isinstance(text, Address):
         return text
     found = _FORM.fullmatch(str(text))
@@ -72,7 +85,9 @@ def address_of(text: str | Path) -> Address | None:
     whole = f"{scheme}:{'///' if scheme in _LOCAL else '//'}{found['rest']}"
     plain = _QUERY.sub("", whole)
     if scheme not in _NAMES_A_CONTAINER:
-        plain = _USER.sub("", plain)
+        if _SPLIT_PASSWORD.match(plain.partition("://")[2]):
+            raise HddmError(f"{scheme}://…: write / in a password as %2F, and @ as %40")
+        plain = _PASSWORD.sub("", plain)
     address = Address(plain)
     if plain != whole:
         address.secret = whole
@@ -194,9 +209,19 @@ def reached(address: Address) -> Iterator[Reached]:
         raise
     # Each file system raises errors of its own libraries.
     except Exception as error:
+        if _is_of_this_machine(error):
+            raise
         why = HddmError(f"{address}: {_reason(error, address)}")
         # A traceback would show the original message.
         raise why from None if address.secret else error
+
+
+def _is_of_this_machine(error: Exception) -> bool:
+    """True if a file of the cache could not be read or written."""
+    if not isinstance(error, OSError):
+        return False
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or str(error.filename or "").startswith(str(cache_folder()))
 
 
 def _reason(error: Exception, address: Address) -> str:
@@ -228,4 +253,4 @@ def _shown(error: Exception, address: Address) -> str:
     text = str(error)
     if address.secret:
         text = text.replace(address.secret, str(address))
-    return one_line(_USER.sub("", _QUERY.sub("", text)), 160)
+    return one_line(_PASSWORD.sub("", _QUERY.sub("", text)), 160)

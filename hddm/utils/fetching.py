@@ -1,22 +1,25 @@
 """Files and folders at addresses, fetched to a cache on disk that is bounded.
 
-CACHE/KEY/NAME           what was fetched: a file, or a folder whose files have appeared one by one, complete
+CACHE/KEY/content/NAME   what was fetched: a file, or a folder whose files have appeared one by one, complete
 CACHE/KEY/complete.json  the address, and its bytes; written last
-CACHE/KEY/used-…         named after a process that uses it, so that no other removes it
+CACHE/KEY/used-…         locked by a process that uses it, so that no other removes it
 
 CACHE is the environment variable HDDM_CACHE, by default ``~/.cache/hddm``. KEY is the hash of the address and
 of the versions of all its files, by what the file system tells: a hash, or a size and a time. So what changes
-there is fetched again, and a fetch that was killed continues. Where the cache grows beyond HDDM_CACHE_SIZE,
-by default 50GB, what was not used for longest goes first. What is in use stays.
+there is fetched again, and a fetch that was killed continues. A file of which neither hash nor time is known
+is fetched anew by each process. Where the cache grows beyond HDDM_CACHE_SIZE, by default 50GB, what was not
+used for longest goes first. What is in use stays, and so does a result that is not uploaded yet.
 """
 
 import atexit
 import contextlib
+import fcntl
 import hashlib
+import logging
 import os
-import platform
 import shutil
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,20 +29,51 @@ from pydantic import TypeAdapter, ValidationError
 
 from hddm.utils.addresses import Address, cache_folder, note_copy, reached
 from hddm.utils.errors import HddmError, sizes_apart
-from hddm.utils.files import inside, locked, read_json, refuse_full_disk, write_json, write_whole
+from hddm.utils.files import (
+    below,
+    inside,
+    locked,
+    read_json,
+    refuse_full_disk,
+    write_json,
+    write_whole,
+)
 from hddm.utils.progress import Progress
 from hddm.utils.records import Memory
+from hddm.utils.syncing import sync_all
 
+log = logging.getLogger(__name__)
 CACHE_SIZE = "HDDM_CACHE_SIZE"
 _DEFAULT_SIZE = "50GB"
-COMPLETE = "complete.json"
-_LOCK, _DRAFTS, _USED = "lock", "drafts", "used-"
+COMPLETE, UPLOADS = "complete.json", "uploads"
+_LOCK, _DRAFTS, _USED, _WORK = "lock", "drafts", "used-", "work-"
 _PATIENCE = 24 * 3600.0
 """Seconds to wait for another process that fetches the same."""
 _BATCH, _BATCH_BYTES = 64, 2**28
 """Files that are sent or fetched at a time, and their bytes; a file may have more alone."""
-_HASHES = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "oid", "content_md5", "Content-MD5")
-_TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+_HASHES = (
+    "ETag",
+    "etag",
+    "sha256",
+    "sha",
+    "md5Hash",
+    "blob_id",
+    "oid",
+    "content_md5",
+    "Content-MD5",
+)
+_TIMES = (
+    "mtime",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "modified",
+    "modify",
+    "updated",
+    "created",
+)
+_UNKNOWN = uuid.uuid4().hex
+"""Version of a file of which nothing is known: no other process takes it for the same."""
 
 
 class RemoteFile(NamedTuple):
@@ -73,6 +107,8 @@ def version_of(info: Mapping[str, Any]) -> str:
             # A listing may have as a number what the answer for one file has as a date.
             if time:
                 own.append(str(time.timestamp() if hasattr(time, "timestamp") else time))
+    if not own:
+        own.append(_UNKNOWN)
     return " ".join([*own, str(info.get("size"))])
 
 
@@ -125,8 +161,8 @@ _uses: Counter[Path] = Counter()
 """Folders of the cache that blocks of this process use at the moment."""
 _kept: set[Path] = set()
 """Folders that this process uses until it ends."""
-_pinned: dict[Address, Listing] = {}
-"""Files that are fetched one after the other, as they were when they were listed."""
+_pinned: dict[str, Listing] = {}
+"""Files that are fetched one after the other, as they were when they were listed, by whole address."""
 
 
 class Entry:
@@ -134,14 +170,20 @@ class Entry:
 
     def __init__(self, key: str, name: str) -> None:
         self.folder = cache_folder() / key
-        self.content = self.folder / name
+        self.content = self.folder / "content" / name
 
     @classmethod
     def of(cls, listing: Listing) -> "Entry":
         """The entry of what was listed."""
         lines = [f"{one.name} {one.version}" for one in listing.files]
         name = listing.address.name or listing.address.scheme
-        return cls(key_of(str(listing.address), *lines), name)
+        # Two addresses may differ in their query alone.
+        return cls(key_of(listing.address.opened_as, *lines), name)
+
+    @classmethod
+    def of_work(cls, out: Address) -> "Entry":
+        """The entry of what this machine makes for an address."""
+        return cls(f"{_WORK}{key_of(str(out))}", out.name)
 
     @property
     def is_complete(self) -> bool:
@@ -155,23 +197,33 @@ class Entry:
     def mark(self) -> None:
         """Let no other process remove it; raises `HddmError` for a bound of the cache that is no size."""
         _largest()
-        mark = self.folder / f"{_USED}{platform.node()}-{os.getpid()}"
-        if not mark.exists():
+        mark = _marks.get(self.folder)
+        if mark is None or not mark.path.exists():
             with _whole_cache():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                mark.touch()
-                _marks.add(mark)
+                _marks[self.folder] = _Mark(self.folder)
         os.utime(self.folder)
 
     def fill(self, listing: Listing) -> None:
-        """Fetch the files that are missing."""
+        """Fetch the files that are missing; raises `HddmError` if they changed meanwhile."""
         self.mark()
         if self.is_complete:
             return
-        busy = f"{listing.address}: another process fetches it to {self.folder}"
-        with locked(self.folder / _LOCK, busy, patience=_PATIENCE):
+        busy = f"{listing.address}: another process fetches it"
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.folder / _LOCK, busy, patience=2.0))
+            except HddmError:
+                log.info("%s; waiting for it", busy)
+                stack.enter_context(locked(self.folder / _LOCK, busy, patience=_PATIENCE))
             if not self.is_complete:
                 self._fetch(listing)
+                if Entry.of(listed(listing.address)).folder != self.folder:
+                    text = (
+                        "changed while it was fetched, or since it was opened; repeat the command"
+                    )
+                    raise HddmError(f"{listing.address}: {text}")
+                sync_all(below(self.content) if listing.is_folder else [self.content], self.folder)
                 self.complete(listing.address, listing.size)
 
     def _place(self, listing: Listing, one: RemoteFile) -> Path:
@@ -198,10 +250,10 @@ class Entry:
                     size = draft.stat().st_size
                     if one.size not in (None, size):
                         wanted, got = sizes_apart(one.size or 0, size)
-                        text = (
-                            f"{one.name} has {got} and should have {wanted}: it changed on the way"
+                        text = "it changed since it was opened, or on the way; repeat the command"
+                        raise HddmError(
+                            f"{address}: {one.name} has {got} and should have {wanted}: {text}"
                         )
-                        raise HddmError(f"{address}: {text}; repeat the command")
                     place = self._place(listing, one)
                     place.parent.mkdir(parents=True, exist_ok=True)
                     draft.replace(place)
@@ -242,9 +294,7 @@ def listed_for_streaming(address: Address) -> Listing:
     listing = listed(address)
     for one in listing.files:
         place = address / one.name if listing.is_folder else address
-        if listing.is_folder and address.secret:
-            place.secret = f"{address.secret}/{one.name}"
-        _pinned[place] = Listing(place, [one._replace(name=place.name)], False)
+        _pinned[place.opened_as] = Listing(place, [one._replace(name=place.name)], False)
     return listing
 
 
@@ -254,25 +304,19 @@ def held(address: Address) -> Iterator[Path]:
 
     Raises `HddmError` as `fetched`, and for a file that changed since it was listed.
     """
-    listing = _pinned.get(address) or listed(address)
+    listing = _pinned.get(address.opened_as) or listed(address)
     entry = Entry.of(listing)
     with _guard:
         _uses[entry.folder] += 1
     try:
-        if not entry.is_complete:
-            _refuse_changed(listing)
         note_copy(entry.content, address)
         entry.fill(listing)
         yield entry.content
     finally:
         with _guard:
             _uses[entry.folder] -= 1
-
-
-def _refuse_changed(listing: Listing) -> None:
-    now = listed(listing.address)
-    if Entry.of(now).folder != Entry.of(listing).folder:
-        raise HddmError(f"{listing.address}: changed since it was opened; repeat the command")
+            if not _uses[entry.folder] and entry.folder not in _kept and entry.folder in _marks:
+                _marks.pop(entry.folder).release()
 
 
 @contextlib.contextmanager
@@ -286,53 +330,81 @@ def _whole_cache() -> Iterator[None]:
 def make_room(size: int) -> None:
     """Remove what was not used for longest, until ``size`` more bytes keep the cache within its bound.
 
-    What is in use stays, so the cache may have more.
+    What is in use stays, and so do results that are not uploaded, so the cache may have more.
     """
     largest = _largest()
     with _whole_cache():
         sizes: dict[Path, int] = {}
-        for record in cache_folder().glob(f"*/{COMPLETE}"):
-            with contextlib.suppress(HddmError, KeyError):
-                sizes[record.parent] = int(read_json(record)["bytes"])
+        for folder in cache_folder().iterdir():
+            is_complete = (folder / COMPLETE).is_file()
+            is_unsent = folder.name.startswith(_WORK) and not is_complete
+            if folder.is_dir() and folder.name != UPLOADS and not is_unsent:
+                sizes[folder] = _size_of(folder)
         total = sum(sizes.values())
         for folder in sorted(sizes, key=lambda folder: folder.stat().st_mtime_ns):
             if total + size <= largest:
                 break
-            if not _is_used(folder):
-                # Without it, what a killed process leaves of the rest is fetched again.
-                (folder / COMPLETE).unlink()
-                shutil.rmtree(folder)
-                total -= sizes[folder]
+            if _is_used(folder):
+                continue
+            # Without it, what a killed process leaves of the rest is fetched again.
+            (folder / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+            total -= sizes[folder]
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of a folder of the cache, from its record, or by its files if a fetch was cut off."""
+    with contextlib.suppress(HddmError, KeyError):
+        return int(read_json(folder / COMPLETE)["bytes"])
+    # Not its own lock and marks.
+    return sum(
+        one.stat().st_size for one in below(folder) if one.parent != folder and one.is_file()
+    )
+
+
+class _Mark:
+    """A file in a folder of the cache that this process holds a lock on until it ends.
+
+    The system frees the lock of a process that is killed, also in a container or on another machine.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{_USED}{uuid.uuid4().hex}"
+        self.process = os.getpid()
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT)
+        # A file system without locks leaves the mark, which then counts as one in use.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Free the lock, and remove the mark; a fork leaves those of the process that it comes from."""
+        if self.process == os.getpid():
+            os.close(self._descriptor)
+            self.path.unlink(missing_ok=True)
+
+
+_marks: dict[Path, _Mark] = {}
 
 
 def _is_used(folder: Path) -> bool:
     if _uses[folder] or folder in _kept:
         return True
-    for mark in folder.glob(f"{_USED}*"):
-        node, _, number = mark.name.removeprefix(_USED).rpartition("-")
-        is_own = node == platform.node() and int(number) == os.getpid()
-        # A process of another machine cannot be looked for.
-        if not is_own and (node != platform.node() or _is_running(int(number))):
+    for path in folder.glob(f"{_USED}*"):
+        if folder in _marks and path == _marks[folder].path:
+            continue
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             return True
+        finally:
+            os.close(descriptor)
+        path.unlink(missing_ok=True)
     return False
-
-
-def _is_running(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
-_marks: set[Path] = set()
 
 
 @atexit.register
 def _unmark() -> None:
-    for mark in _marks:
-        if mark.name.endswith(f"-{os.getpid()}"):
-            with contextlib.suppress(OSError):
-                mark.unlink(missing_ok=True)
+    for mark in _marks.values():
+        with contextlib.suppress(OSError):
+            mark.release()

@@ -2,28 +2,31 @@
 
 The file that makes a result valid, its record, is uploaded last, after the manifests, which are after all
 else. So an upload that is killed leaves a folder that nobody takes for a result. What is there is never
-replaced: a second result goes to another address.
+replaced: a second result goes to another address, and so does one beside whose files others lie.
 
 What was uploaded, with its hash and the version that the file system gave it, is noted in
-CACHE/uploads/KEY.json; the same command skips it. Only files whose bytes are all there get their name: object
-stores see to that, and other file systems get a draft that is renamed.
+CACHE/uploads/KEY.jsonl until all is there; the same command skips it. Only files whose bytes are all there
+get their name: object stores see to that, and other file systems get a draft that is renamed.
 """
 
 import contextlib
 import functools
+import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hddm.utils.addresses import Address, Reached, cache_folder, is_file, note_copy, reached
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, shown
 from hddm.utils.fetching import (
+    UPLOADS,
     Entry,
     RemoteFile,
     batches,
     key_of,
+    listed,
     version_of,
 )
 from hddm.utils.files import below, is_draft, locked, read_json, sha256_of, write_json, write_whole
@@ -35,25 +38,20 @@ _RECORDS = (MANIFEST, EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE)
 _RENAMED = ("file", "local", "sftp", "ssh", "smb", "ftp")
 """Schemes of file systems where a file that is being written is seen under its name."""
 _IDENTITY = "identity.json"
-_PROBE = ".hddm-probe"
+_PROBE, _PART = ".hddm-probe", ".part"
 _THREADS = 16
-LARGEST_NOTES = 2**28
 
 Made = TypeVar("Made")
 
 
 def work_folder(out: Address) -> Path:
     """Where this machine makes what is uploaded to ``out``: a folder of its name, in the cache."""
-    return _work_of(out).content
-
-
-def _work_of(out: Address) -> Entry:
-    return Entry(f"work-{key_of(str(out))}", out.name)
+    return Entry.of_work(out).content
 
 
 def begin(out: Address) -> Path:
     """`work_folder`, which stays from now on; raises `HddmError` if the cache cannot be written."""
-    entry = _work_of(out)
+    entry = Entry.of_work(out)
     note_copy(entry.content, out)
     if entry.is_complete:
         # A copy of what was at the address once, and is there no more.
@@ -64,15 +62,12 @@ def begin(out: Address) -> Path:
 
 def end(out: Address) -> None:
     """Allow the cache to remove `work_folder`, of which all is uploaded."""
-    entry = _work_of(out)
+    entry = Entry.of_work(out)
     entry.complete(out, sum(one.stat().st_size for one in below(entry.folder) if one.is_file()))
 
 
-def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
-    """Refuse an address with a result, which the file ``record`` marks, and one where none can be written.
-
-    Raises `HddmError`, also as `reached`, and `UsageError` for an address of the web.
-    """
+def refuse_target(out: Address, overwrite: bool = False) -> None:
+    """Refuse an address that no result can go to, whatever is there; raises `HddmError` or `UsageError`."""
     if out.scheme in ("http", "https"):
         raise UsageError(
             f"{out}: nothing can be written there; name an address such as s3://bucket/name"
@@ -88,8 +83,39 @@ def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
         raise HddmError(
             f"{out}: nothing is replaced at an address, so `overwrite` does not hold there; choose another"
         )
+
+
+def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
+    """Refuse an address with a result, which the file ``record`` marks; raises as `refuse_target`."""
+    refuse_target(out, overwrite)
     if is_file(out / record):
+        if work_folder(out).is_dir():
+            # Left by a process that was killed once all was uploaded.
+            end(out)
         raise HddmError(f"{out} exists: choose another address")
+
+
+def refuse_others(out: Address, own: Collection[str] = ()) -> None:
+    """Refuse an address with files that neither this machine uploaded nor ``own`` names.
+
+    They could become part of a result that is not theirs. Raises `HddmError`, and as `reached`.
+    """
+    known = {*own, *_Notes(out).names, _PROBE}
+    with reached(out) as there:
+        there.files.invalidate_cache()
+        found = there.files.find(there.path) if there.files.exists(there.path) else []
+        root = there.files._strip_protocol(there.path).rstrip("/")
+    others: list[str] = []
+    for path in found:
+        name = path.removeprefix(root).strip("/")
+        if name not in known and not _is_part(name):
+            others.append(name)
+    if others:
+        raise HddmError(
+            f"{out}: holds files of something else, or of an upload that another machine did not finish; "
+            "remove them, or choose another address",
+            shown(others),
+        )
 
 
 def refuse_unwritable(out: Address) -> None:
@@ -106,31 +132,55 @@ def refuse_unwritable(out: Address) -> None:
             there.files.rm_file(there.path)
 
 
+def _is_part(name: str) -> bool:
+    """True for what a killed upload leaves where files are renamed."""
+    own = name.rpartition("/")[2]
+    return own.startswith(".") and own.endswith(_PART)
+
+
+def fingerprint(path: Path) -> str:
+    """Hash that changes with what a path or address holds, by names, sizes and times of its files."""
+    if isinstance(path, Address):
+        return Entry.of(listed(path)).folder.name
+    place = path.absolute()
+    together = 0
+    # In any order, since there may be millions.
+    for one in below(place) if place.is_dir() else [place]:
+        if one.is_file():
+            status = one.stat()
+            line = f"{one.relative_to(place)} {status.st_size} {status.st_mtime_ns}"
+            together ^= int(key_of(line), 16)
+    return key_of(str(place), str(together))
+
+
 def produced(
     out: Address,
     record: str,
-    identity: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    reads: Sequence[Path],
     overwrite: bool,
     make: Callable[[Path], object],
 ) -> Path:
     """Make a result in `work_folder`, upload it to ``out``, and return the folder.
 
     A call that was killed continues when it is repeated: ``make`` continues its own work, and where that is
-    done already for the same ``identity``, of plain values, only the rest is uploaded.
-    Raises `HddmError` as `refuse_existing` and ``make``, for a result of another identity that was never
-    uploaded, and where the upload fails, with what is kept.
+    done already, of the same plain values that were ``asked`` for and of unchanged files in ``reads``, only
+    the rest is uploaded.
+    Raises `HddmError` as `refuse_existing`, `refuse_others` and ``make``, for a result of other values or
+    files that was never uploaded, and where the upload fails, with what is kept.
     """
     refuse_existing(out, record, overwrite)
+    refuse_others(out)
+    entry = Entry.of_work(out)
+    identity = {**asked, "reads": [fingerprint(path) for path in reads]}
     folder = begin(out)
-    own = folder.with_name(_IDENTITY)
-    with locked(own.with_name("lock"), f"{out}: another process of this machine makes it"):
+    own = entry.folder / _IDENTITY
+    with locked(entry.folder / "lock", f"{out}: another process of this machine makes it"):
         is_made = (folder / record).is_file()
         found = differences(read_json(own) if own.is_file() else {}, identity)
         if is_made and found:
-            text = (
-                "holds a result of other options that was not uploaded; repeat those, or remove it"
-            )
-            raise HddmError(f"{out}: {folder.parent} {text}", map(str, found))
+            text = "holds a result of other options or files that was not uploaded; remove it"
+            raise HddmError(f"{out}: {entry.folder} {text}", map(str, found))
         write_whole(own, lambda draft: write_json(draft, identity))
         if not is_made:
             refuse_unwritable(out)
@@ -148,8 +198,10 @@ def made_and_uploaded(
     Returns what ``make`` does, and raises as `refuse_existing`, ``make`` and `upload_files`.
     """
     refuse_existing(out, record, overwrite)
+    refuse_others(out)
     folder = begin(out)
-    with locked(folder.with_name("lock"), f"{out}: another process of this machine makes it"):
+    lock = Entry.of_work(out).folder / "lock"
+    with locked(lock, f"{out}: another process of this machine makes it"):
         if folder.exists():
             shutil.rmtree(folder)
         made = make(folder)
@@ -161,13 +213,15 @@ def made_and_uploaded(
 def upload(folder: Path, out: Address, record: str) -> None:
     """Upload the files in a folder, but hidden ones, with ``record`` as the last.
 
-    Raises `HddmError` as `upload_files`.
+    Raises `HddmError` as `refuse_others` and `upload_files`.
     """
     files: dict[str, Path] = {}
     for path in below(folder):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and not is_draft(path.name) and not path.name.startswith("."):
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if path.is_file() and not is_draft(path.name) and not is_hidden:
             files[name] = path
+    refuse_others(out, files)
     upload_files(files, out, record)
 
 
@@ -204,6 +258,8 @@ def _send(contents: Mapping[str, Path], out: Address, record: str) -> None:
                         advance.skip(one.size or 0)
                     else:
                         new.append(one)
+                # What a killed process leaves of these is its own.
+                notes.begin([one.name for one in new])
                 _put(there, new, contents, out)
                 infos = pool.map(there.files.info, [one.path for one in new])
                 for one, info in zip(new, infos, strict=True):
@@ -212,7 +268,7 @@ def _send(contents: Mapping[str, Path], out: Address, record: str) -> None:
                         raise HddmError(f"{out}: {text}")
                     notes.add(one.name, hashes[one.name], version_of(info))
                     advance(one.size or 0)
-                notes.keep()
+    notes.remove()
 
 
 def _in_order(contents: Mapping[str, Path], record: str) -> Iterator[list[str]]:
@@ -242,7 +298,7 @@ def _put(
     targets = [one.path for one in files]
     drafts = targets
     if out.scheme in _RENAMED:
-        drafts = [f"{one.rpartition('/')[0]}/.{one.rpartition('/')[2]}.part" for one in targets]
+        drafts = [f"{one.rpartition('/')[0]}/.{one.rpartition('/')[2]}{_PART}" for one in targets]
         for folder in {one.rpartition("/")[0] for one in targets}:
             there.files.makedirs(folder, exist_ok=True)
     there.files.put(places, drafts)
@@ -252,13 +308,22 @@ def _put(
 
 
 class _Notes:
-    """What this machine uploaded to an address: hash and version there, by name."""
+    """What this machine uploaded to an address: hash and version there, by name; a line for each file."""
 
     def __init__(self, out: Address) -> None:
-        self._path = cache_folder() / "uploads" / f"{key_of(str(out))}.json"
-        self._files: dict[str, list[str]] = {}
+        self._path = cache_folder() / UPLOADS / f"{key_of(str(out))}.jsonl"
+        self._files: dict[str, tuple[str, str]] = {}
         if self._path.is_file():
-            self._files = read_json(self._path, LARGEST_NOTES)
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                # A process that was killed may have left a part of the last one.
+                with contextlib.suppress(ValueError):
+                    name, sha256, version = json.loads(line)
+                    self._files[name] = (sha256, version)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the files."""
+        return self._files.keys()
 
     def holds(self, there: Reached, hashes: Mapping[str, str], one: RemoteFile) -> bool:
         """True if the file is there as this machine uploaded it, and has its hash of ``hashes``."""
@@ -270,10 +335,18 @@ class _Notes:
         except FileNotFoundError:
             return False
 
-    def add(self, name: str, sha256: str, version: str) -> None:
-        self._files[name] = [sha256, version]
+    def begin(self, names: Sequence[str]) -> None:
+        """Note files that will be there."""
+        for name in names:
+            self.add(name, "", "")
 
-    def keep(self) -> None:
-        """Write them to the disk."""
+    def add(self, name: str, sha256: str, version: str) -> None:
+        """Note a file that is there."""
+        self._files[name] = (sha256, version)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, lambda draft: write_json(draft, self._files))
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([name, sha256, version]) + "\n")
+
+    def remove(self) -> None:
+        """Forget all, once the whole result is there."""
+        self._path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 import hddm
 from hddm.training.train import TrainingProgress
@@ -139,8 +140,11 @@ def test_a_training_goes_on_while_uploads_fail_and_says_at_the_end_what_is_kept(
         broken.setattr(uploading, "_put", fail)
         with pytest.raises(HddmError) as caught:
             hddm.train(shards / "shard_0", out, **SETTINGS)
-    assert str(caught.value).startswith(f"{out}.run: cannot be reached (ConnectionResetError")
+    assert str(caught.value).startswith(f"{out}: cannot be reached (ConnectionResetError")
     assert "the same command continues" in str(caught.value)
+    assert f"{out}.run/checkpoints/step_00000004: cannot be" in caplog.text or (
+        f"{out}.run: cannot be reached" in caplog.text
+    )
     hddm.train(shards / "shard_0", out, **SETTINGS, resume=True)
     assert weights(tmp_path / "remote" / "a") == expected
 
@@ -216,6 +220,50 @@ def test_an_outage_is_one_warning_for_each_checkpoint_and_the_last_is_uploaded_a
     assert 1 <= len(warnings) <= 2
     there = tmp_path / "remote" / "a.run" / "checkpoints"
     assert [path.name for path in there.iterdir()] == ["step_00000008"]
+
+
+@pytest.mark.integration
+def test_without_the_right_to_remove_files_checkpoints_stay_and_the_expert_is_uploaded(
+    shards: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+
+    def denied(*given: object, **named: object) -> None:
+        raise PermissionError("AccessDenied: s3:DeleteObject")
+
+    for name in ("rm", "rm_file"):
+        monkeypatch.setattr(LocalFileSystem, name, denied)
+    hddm.train(shards / "shard_0", f"file://{tmp_path}/remote/a", **SETTINGS)
+    assert weights(tmp_path / "remote" / "a") == expected
+    assert "access is denied" in caplog.text
+    there = tmp_path / "remote" / "a.run" / "checkpoints"
+    assert "step_00000012" in [path.name for path in there.iterdir()]
+
+
+@pytest.mark.integration
+def test_a_refused_command_uploads_nothing(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that this machine began is in the way, and stays here alone."""
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+    out = f"file://{tmp_path}/remote/a"
+    with monkeypatch.context() as broken:
+        fails_at(10, broken)
+        broken.setattr(uploading, "_put", lambda *given: 1 / 0)
+        with pytest.raises(KeyError):
+            hddm.train(shards / "shard_0", out, **SETTINGS)
+    assert "already holds a run" in refusal(hddm.train, shards / "shard_0", out, **SETTINGS)
+    assert not list((tmp_path / "remote").rglob("*.json"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = refusal(hddm.train, shards / "shard_0", out, **SETTINGS)
+    assert (
+        told
+        == f"{out}: a training by several processes writes to a folder that they all see; name one"
+    )
 
 
 @pytest.mark.integration

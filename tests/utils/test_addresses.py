@@ -1,17 +1,30 @@
 """Addresses: what is one, what of it is shown, and what is fetched from it."""
 
+import errno
+import itertools
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from hddm.utils import fetching
 from hddm.utils.addresses import Address, address_of, as_path, at_hand, on_disk
 from hddm.utils.errors import HddmError
-from hddm.utils.fetching import fetched, held, listed, listed_for_streaming
+from hddm.utils.fetching import (
+    Entry,
+    Listing,
+    RemoteFile,
+    fetched,
+    held,
+    listed,
+    listed_for_streaming,
+    version_of,
+)
 from hddm.utils.hub import HubName
 from tests.artefacts import Command, contents, refusal
 from tests.s3 import KEY, S3, SECRET, free_port, in_its_own
@@ -28,16 +41,12 @@ def at(text: str) -> Address:
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty folder of fsspec's file system in memory, and an empty cache."""
-    import fsspec
-
     monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
     fsspec.filesystem("memory").store.clear()
     return f"memory://{tmp_path.name}"
 
 
 def write(address: str, content: bytes) -> None:
-    import fsspec
-
     with fsspec.open(address, "wb") as file:
         file.write(content)
 
@@ -162,8 +171,6 @@ def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(memory: str) -> None:
-    import fsspec
-
     fsspec.filesystem("memory").store[f"/{memory.partition('://')[2]}/set/../x"] = (
         fsspec.filesystem("memory").open("/y", "wb")
     )
@@ -204,7 +211,121 @@ def test_a_file_that_changed_since_it_was_listed_is_refused(memory: str) -> None
     listed_for_streaming(at(f"{memory}/tars"))
     write(f"{memory}/tars/0.tar", b"after it")
     told = refusal(held(at(f"{memory}/tars/0.tar")).__enter__)
-    assert told == f"{memory}/tars/0.tar: changed since it was opened; repeat the command"
+    assert told.endswith("it changed since it was opened, or on the way; repeat the command")
+    write(f"{memory}/tars/1.tar", b"before")
+    listed_for_streaming(at(f"{memory}/tars"))
+    write(f"{memory}/tars/1.tar", b"afters")
+    told = refusal(held(at(f"{memory}/tars/1.tar")).__enter__)
+    changed = "changed while it was fetched, or since it was opened; repeat the command"
+    assert told == f"{memory}/tars/1.tar: {changed}"
+
+
+def test_a_folder_that_changes_while_it_is_fetched_is_no_mixture(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both files change to others of the same size, between the first and the second."""
+    for name in "az":
+        write(f"{memory}/set/{name}", b"old")
+    whole = fetching.batches
+    monkeypatch.setattr(
+        fetching, "batches", lambda files: itertools.chain(*(whole([one]) for one in files))
+    )
+    advance = fetching.Progress.__call__
+
+    def changed(self: fetching.Progress, number: int = 1) -> None:
+        advance(self, number)
+        for name in "az":
+            write(f"{memory}/set/{name}", b"new")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(fetching.Progress, "__call__", changed)
+        assert "changed while it was fetched" in refusal(fetched, at(f"{memory}/set"))
+    assert contents(fetched(at(f"{memory}/set"))) == {"a": b"new", "z": b"new"}
+
+
+def test_addresses_that_differ_in_their_query_are_two_files() -> None:
+    one, other = (address_of(f"https://host/get.tar?id={k}") for k in (1, 2))
+    assert one is not None
+    assert other is not None
+    assert str(one) == str(other) == "https://host/get.tar"
+    entries = []
+    for address in (one, other):
+        file = RemoteFile("get.tar", "get.tar", 5, "5")
+        entries.append(Entry.of(Listing(address, [file], False)).folder)
+    assert entries[0] != entries[1]
+
+
+def test_a_file_without_a_hash_or_a_time_is_known_to_no_other_process() -> None:
+    info = {"name": "a", "size": 3}
+    code = f"from hddm.utils.fetching import version_of; print(version_of({info}))"
+    other = subprocess.run([sys.executable, "-c", code], **in_its_own()).stdout.strip()
+    assert version_of(info) == version_of(info) != other
+    for known in ({"ETag": "x"}, {"modify": "20260101"}, {"sha": "abc"}):
+        assert version_of(info | known) == f"{next(iter(known.values()))} 3"
+
+
+def test_what_no_process_uses_goes_also_if_it_is_incomplete_or_was_marked_by_one_that_is_gone(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed leaves a mark that nobody locks, and a fetch that was cut off."""
+    monkeypatch.setenv("HDDM_CACHE_SIZE", "3MB")
+    cache = tmp_path / "cache"
+    for number in range(3):
+        left = cache / f"left-{number}" / "content" / "set"
+        left.mkdir(parents=True)
+        (left / "part").write_bytes(bytes(1_000_000))
+        (cache / f"left-{number}" / "used-of-another-host").touch()
+    unsent = cache / "work-of-a-result" / "content" / "a"
+    unsent.mkdir(parents=True)
+    write(f"{memory}/new", b"n" * 2_500_000)
+    code = f"""
+import fcntl, sys
+mark = open({str(cache / "left-2" / "used-now")!r}, "w")
+fcntl.flock(mark, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as user:
+        assert user.stdout.readline() == "locked\n"
+        fetched(at(f"{memory}/new"))
+        user.stdin.close()
+    left_over = sorted(path.name for path in cache.glob("left-*"))
+    assert left_over == ["left-2"]
+    assert unsent.is_dir()
+
+
+@pytest.mark.parametrize("name", ["drafts", "lock", "complete.json"])
+def test_names_of_the_cache_itself_are_names_like_any_other(memory: str, name: str) -> None:
+    write(f"{memory}/{name}/a", b"a")
+    for _ in range(2):
+        assert contents(fetched(at(f"{memory}/{name}"))) == {"a": b"a"}
+
+
+def test_a_password_may_have_an_at_sign_and_a_user_alone_is_none() -> None:
+    address = at("https://me:p@ssword@host/x.tar")
+    assert str(address) == "https://host/x.tar"
+    assert address.opened_as == "https://me:p@ssword@host/x.tar"
+    assert (address / "one").opened_as == "https://me:p@ssword@host/x.tar/one"
+    user = at("sftp://me@host/x")
+    assert (str(user), user.secret) == ("sftp://me@host/x", "")
+    told = refusal(address_of, "https://me:pa/ss@host/x.tar")
+    assert told == "https://…: write / in a password as %2F, and @ as %40"
+    for plain in ("https://host:8080/a@b", "hf://owner/name@v1/a", "s3://bucket/a:b/c@d"):
+        assert str(at(plain)) == plain
+
+
+def test_a_fault_of_this_machines_disk_is_not_blamed_on_the_address(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(f"{memory}/a", b"a")
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(fsspec.AbstractFileSystem, "get", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        fetched(at(f"{memory}/a"))
 
 
 def test_schemes_without_a_package_or_a_file_system_say_what_to_do() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.fetching import fetched
 from hddm.utils.files import write_json
 from hddm.utils.uploading import produced, upload, work_folder
-from tests.artefacts import contents, refusal
+from tests.artefacts import Command, contents, refusal
 from tests.s3 import S3, in_its_own
 
 RECORD = "expert.json"
@@ -87,17 +88,69 @@ def test_an_upload_goes_on_with_what_is_missing_or_was_changed_there(
     assert told.endswith("what was uploaded stays, and the same command continues")
     assert not (tmp_path / "remote" / RECORD).exists()
     sent.names.clear()
-    sent.fails_at = -1
-    upload(folder, remote, RECORD)
-    assert sent.names == ["manifest.json", RECORD]
-    sent.names.clear()
-    upload(folder, remote, RECORD)
-    assert sent.names == []
     time.sleep(0.01)
     (tmp_path / "remote" / "deep" / "2.bin").write_bytes(b"\xff" * 1000)
     (folder / "deep" / "3.bin").write_bytes(b"\xfe" * 1000)
+    sent.fails_at = -1
     upload(folder, remote, RECORD)
-    assert sent.names == ["deep/2.bin", "deep/3.bin"]
+    assert sent.names == ["deep/2.bin", "deep/3.bin", "manifest.json", RECORD]
+    assert (tmp_path / "remote" / "deep" / "2.bin").read_bytes() != b"\xff" * 1000
+    assert not list((tmp_path / "cache" / "uploads").iterdir())
+
+
+def test_files_of_something_else_are_in_the_way_and_stay(remote: Address, tmp_path: Path) -> None:
+    """They could become a part of the result, such as held-out images of another partition."""
+    other = tmp_path / "remote" / "held_out" / "shard_0" / "manifest.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    folder = result(tmp_path / "own")
+    for call in (
+        lambda: upload(folder, remote, RECORD),
+        lambda: produced(remote, RECORD, {}, [], False, result),
+    ):
+        with pytest.raises(HddmError) as refused:
+            call()
+        assert f"{remote}: holds files of something else" in str(refused.value)
+        assert "held_out/shard_0/manifest.json" in str(refused.value)
+    assert contents(tmp_path / "remote") == {"held_out/shard_0/manifest.json": b"{}"}
+
+
+def test_what_was_made_of_other_files_is_not_uploaded_for_these(
+    remote: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent(monkeypatch)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_bytes(b"before")
+    sent.fails_at = 0
+    with pytest.raises(HddmError, match="cannot be reached"):
+        produced(remote, RECORD, {}, [source], False, result)
+    (source / "a").write_bytes(b"afters")
+    sent.fails_at = -1
+    told = refusal(produced, remote, RECORD, {}, [source], False, result)
+    assert "holds a result of other options or files that was not uploaded; remove it" in told
+    # The same name in another folder is another source.
+    monkeypatch.chdir(tmp_path)
+    first = uploading.fingerprint(Path("source"))
+    (tmp_path / "b").mkdir()
+    shutil.copytree(source, tmp_path / "b" / "source")
+    monkeypatch.chdir(tmp_path / "b")
+    assert uploading.fingerprint(Path("source")) != first
+
+
+@pytest.mark.integration
+def test_an_ensemble_is_pushed_to_an_address_and_private_is_no_option_of_it(
+    ensemble: Path, remote: Address, tmp_path: Path, hddm: Command
+) -> None:
+    assert hddm("push", ensemble, str(remote))[0] == 0
+    there = contents(tmp_path / "remote")
+    for name, content in contents(ensemble).items():
+        assert there[name] == content
+    assert b"ensemble" in there["README.md"]
+    code, _, error = hddm("push", ensemble, f"{remote}-other", "--private")
+    assert (code, "--private: is for a hub" in error) == (2, True)
+    code, _, error = hddm("push", ensemble, str(remote))
+    assert (code, f"{remote} exists: choose another address" in error) == (1, True)
 
 
 def test_a_result_is_made_once_however_often_its_upload_fails(
@@ -112,18 +165,18 @@ def test_a_result_is_made_once_however_often_its_upload_fails(
     sent.fails_at = 2
     for _ in range(2):
         with pytest.raises(HddmError, match="cannot be reached"):
-            produced(remote, RECORD, {"seed": 1}, False, make)
-    other = refusal(produced, remote, RECORD, {"seed": 2}, False, make)
-    assert "holds a result of other options that was not uploaded" in other
+            produced(remote, RECORD, {"seed": 1}, [], False, make)
+    other = refusal(produced, remote, RECORD, {"seed": 2}, [], False, make)
+    assert "holds a result of other options or files that was not uploaded" in other
     assert "seed: was 1, is 2" in other
     sent.fails_at = -1
-    assert produced(remote, RECORD, {"seed": 1}, False, make) == work_folder(remote)
+    assert produced(remote, RECORD, {"seed": 1}, [], False, make) == work_folder(remote)
     assert len(made) == 1
-    assert refusal(produced, remote, RECORD, {"seed": 1}, False, make) == (
+    assert refusal(produced, remote, RECORD, {"seed": 1}, [], False, make) == (
         f"{remote} exists: choose another address"
     )
     assert "nothing is replaced at an address" in refusal(
-        produced, remote, RECORD, {"seed": 1}, True, make
+        produced, remote, RECORD, {"seed": 1}, [], True, make
     )
 
 

@@ -216,13 +216,12 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
 def _common_root(sources: Sequence[ImageSource]) -> Path:
     """The folder or address that all sources lie below; raises `HddmError` for two file systems."""
     roots = [source.root.absolute() for source in sources]
-    schemes = {one.scheme if isinstance(one, Address) else "" for one in roots}
+    schemes = {one.scheme if isinstance(one, Address) else "": one for one in roots}
     if len(schemes) > 1:
-        raise HddmError(
-            f"{roots[0]} and {roots[-1]}: are images of two file systems; bring them to one"
-        )
+        one, other, *_ = schemes.values()
+        raise HddmError(f"{one} and {other}: are images of two file systems; bring them to one")
     common = os.path.commonpath(roots)
-    return Path(common) if schemes == {""} else Address(common)
+    return Path(common) if "" in schemes else Address(common)
 
 
 @dataclass(frozen=True)
