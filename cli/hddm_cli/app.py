@@ -12,7 +12,7 @@ import typer
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import FULL
-from hddm.utils.processes import Interrupted, interruptible
+from hddm.utils.processes import Interrupted, interruptible, is_first
 from hddm.utils.progress import Startup
 from hddm_cli import usage
 from hddm_cli.options import add
@@ -70,7 +70,7 @@ def app() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Line("hddm: %(message)s"))
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("hddm").setLevel(logging.INFO)
+    logging.getLogger("hddm").setLevel(logging.INFO if is_first() else logging.WARNING)
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     warnings.showwarning = _show_warning

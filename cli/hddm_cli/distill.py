@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from hddm.training.settings import DistillSettings, RunOptions, check_init
 from hddm_cli.options import (
     Config,
@@ -19,7 +17,7 @@ from hddm_cli.options import (
     opens_experts,
 )
 from hddm_cli.train import refuse_unfinished
-from hddm_cli.usage import show
+from hddm_cli.usage import say, show
 
 
 def check_student(settings: DistillSettings, init: Path | None) -> None:
@@ -72,4 +70,4 @@ def distill(
     if losses:
         is_of_velocities = settings.sampling_steps is None
         name = "distance to the teacher's velocity" if is_of_velocities else "loss"
-        typer.echo(f"{out}: {summary_of(losses, name)}")
+        say(f"{out}: {summary_of(losses, name)}")

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from hddm.utils.addresses import in_addresses
 from hddm.utils.errors import UsageError, choose, did_you_mean, words
+from hddm.utils.processes import is_first
 
 if TYPE_CHECKING:
     from hddm.utils.needs import Needs
@@ -151,8 +152,9 @@ def as_typed(text: str) -> str:
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a text of the library."""
-    typer.echo(as_typed(text), err=err)
+    """Print a text of the library, once where several processes train together."""
+    if err or is_first():
+        typer.echo(as_typed(text), err=err)
 
 
 def show(*needs: "Needs", more: Sequence[str] = ()) -> None:

@@ -36,7 +36,7 @@ from hddm.training.sharding import Shards
 from hddm.training.state import Ema, Run, TrainingState, open_run, trained_parameters
 from hddm.utils.errors import HddmError, Stopped, counted
 from hddm.utils.files import new_folder, nothing
-from hddm.utils.processes import Interrupted, StopRequest
+from hddm.utils.processes import Interrupted, StopRequest, is_first
 from hddm.utils.streams import Use
 from hddm.utils.tensors import available_device
 
@@ -446,8 +446,7 @@ def run_task(
     with contextlib.ExitStack() as stack:
         kept = None if run is None else Run(run_folder_of(out), run)
         # Only the first of several processes holds the run; the others join it in `fit`.
-        is_first = int(os.environ.get("RANK", "0")) == 0
-        if run is not None and is_first:
+        if run is not None and is_first():
             device = available_device(recipe.device)
             attention = default_attention(device, recipe.mixed_precision)
             versions = {"hddm": version("hddm-diffusion"), "torch": torch.__version__}
@@ -460,9 +459,9 @@ def run_task(
                 watchers.append(stack.enter_context(watch(kept)))
         try:
             fitted = fit(task, recipe, kept, watchers)
-            if is_first or fitted.shards is not None:
+            if is_first() or fitted.shards is not None:
                 write = complete(fitted)
-            if is_first:
+            if is_first():
                 remedy = nothing if kept is None else kept.kept
                 with new_folder(out, record, overwrite, kept=remedy) as draft:
                     write(draft)

@@ -138,6 +138,11 @@ def switched(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
+def is_first() -> bool:
+    """True for the first of the processes of one training, which speaks for all of them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def end_with_parent() -> None:
     """Stop this process by SIGTERM, on which work is saved, once the process that started it is gone.
 

@@ -12,6 +12,8 @@ from typing import ClassVar, Self
 
 from tqdm import tqdm
 
+from hddm.utils.processes import is_first
+
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
 _EVIDENCE, _SHARE = 5.0, 0.1
@@ -103,7 +105,7 @@ class Progress:
 
     def _draw(self) -> None:
         """Draw a bar, on a terminal."""
-        if sys.stderr.isatty() and Progress.heard is None:
+        if sys.stderr.isatty() and Progress.heard is None and is_first():
             shape = "{desc}" if self._total is None else "{desc} |{bar}|"
             # tqdm draws nothing on a terminal without a size, as in some containers.
             columns, rows = shutil.get_terminal_size()
@@ -193,6 +195,8 @@ class Progress:
 
     def _speak(self, now: float) -> None:
         self._spoke = now
+        if not is_first():
+            return
         done = [] if self._total is None else [f"{100 * self._done // self._total} %"]
         text = f"{self._label}: {', '.join([*done, *self._details(), *self._more()])}"
         if self._bar is not None:

@@ -8,7 +8,6 @@ This module adds checks for files of another kind and dtypes that torch lacks, a
 import functools
 import json
 import logging
-import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import writing
+from hddm.utils.processes import is_first
 from hddm.utils.weights_headers import stated_tensors, unreadable
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,7 @@ def dtype_on(device: torch.device, name: str) -> torch.dtype:
 def report_choice(option: str, chosen: str, device: torch.device) -> None:
     """Log what ``auto`` chose for an option of numbers; nothing of float32 on a CPU, which is no choice."""
     is_usual = device.type == "cpu" and chosen in ("float32", "no")
-    # Of several processes of a training, the first speaks.
-    if not is_usual and os.environ.get("RANK", "0") == "0":
+    if not is_usual and is_first():
         log.info("`%s` auto: chose %s on %s", option, chosen, device)
 
 

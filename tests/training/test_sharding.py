@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -367,12 +368,12 @@ def test_a_training_by_torchrun_that_is_killed_at_many_moments_ends_with_the_sam
         time.sleep(draws.uniform(0, 0.5))
         if process.poll() is not None:
             break
-        killed = [process.pid] if draws.random() < 0.5 else _workers(process.pid)[:1]
-        kills += 1
+        # Workers have sessions of their own, and outlive a torchrun that is killed.
+        workers = _workers(process.pid)
+        killed = [process.pid, *workers] if draws.random() < 0.5 else workers[:1]
         for one in killed:
             os.kill(one, signal.SIGKILL)
-        if killed == [process.pid]:
-            os.killpg(process.pid, signal.SIGKILL)
+        kills += 1
         assert process.wait() != 0
     assert kills == KILLS
     assert launched(out).wait() == 0, out.with_name("log").read_text()
@@ -382,9 +383,7 @@ def test_a_training_by_torchrun_that_is_killed_at_many_moments_ends_with_the_sam
 
 def _workers(parent: int) -> list[int]:
     """Processes of hddm that torchrun started."""
-    found: list[int] = []
-    for children in Path(f"/proc/{parent}/task").glob("*/children"):
-        found += map(int, children.read_text().split())
-    workers = [one for one in found if "hddm_cli" in Path(f"/proc/{one}/cmdline").read_text()]
+    children = psutil.Process(parent).children()
+    workers = [one.pid for one in children if "hddm_cli" in one.cmdline()]
     assert len(workers) == 2
     return workers
