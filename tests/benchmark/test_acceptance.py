@@ -263,7 +263,7 @@ def test_steps_with_and_without_offloading_are_timed(tmp_path: Path) -> None:
     assert bytes_per_second(size, "cpu") > 0
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_hddms_own_offloading_meets_its_goal_on_a_cpu(kit: Kit) -> None:
     """The one that is broken on purpose below."""
     found = with_waits(kit)
@@ -325,7 +325,7 @@ def _busy(seconds: float, kit: Kit) -> Result:
     return Result([holds("a", True)])
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_seconds_of_the_processor_are_counted_in_all_processes_of_a_stage(kit: Kit) -> None:
     stages = [_stage("idle", partial(_busy, 0.0)), _stage("busy", partial(_busy, 1.0))]
     idle, busy = run_stages(stages, kit)
@@ -389,7 +389,7 @@ def _missed(one: Finished) -> list[str]:
     return [figure.what for figure in one.result.figures if figure.verdict == MISSED]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_three_broken_stages_are_seen_in_the_report_while_others_go_on(
     hub: Hub, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

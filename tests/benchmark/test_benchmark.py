@@ -276,7 +276,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_results(
     assert not [path for path in (tmp_path / "out" / "jobs").iterdir() if ".part-" in path.name]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_its_commands_give_the_same_by_hand(miniature: Finished, tmp_path: Path) -> None:
     """Any row can be repeated in an empty folder by the commands of --dry-run."""
     plan = SeedPlan(miniature.file, 0, Work(Path("jobs")), LINES, miniature.data)

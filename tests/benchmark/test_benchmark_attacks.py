@@ -89,6 +89,7 @@ def model(jobs: Path, data: Path, tmp_path: Path) -> Path:
 # 1. --overwrite with fewer seeds: the old results stay, without a word.
 
 
+@pytest.mark.slow
 def test_fewer_seeds_with_overwrite_replace_the_results(out: Path, data: Path) -> None:
     results = run_inline(small(values={"steps": 3}), out, data, overwrite=True)
     assert results.settings.values == {"steps": 3}
@@ -199,6 +200,7 @@ def test_a_training_by_a_file_of_settings_that_changed_meanwhile_is_not_kept(
 # 5. A kill between the removal of a damaged step's record and of its files: the damage becomes the result.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["samples/single", "single"])
 def test_damage_is_repaired_whenever_the_repair_is_killed(name: str, out: Path, data: Path) -> None:
     plan = plan_of(data, out / "jobs")
@@ -252,6 +254,7 @@ def test_the_cost_of_an_ensemble_with_a_finished_expert_is_not_known(
     }
 
 
+@pytest.mark.slow
 def test_trajectories_of_the_teacher_are_a_cost_of_a_student(
     jobs: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -377,6 +380,7 @@ def _sample(words: list[str], moment: tuple[str, str] | None) -> None:
     run_words(words)
 
 
+@pytest.mark.slow
 def test_experts_of_all_shards_go_on_with_other_threads(
     jobs: Path, data: Path, tmp_path: Path
 ) -> None:

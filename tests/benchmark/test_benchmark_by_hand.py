@@ -221,7 +221,7 @@ def _key(varied: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(varied.items()))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 20))]
 )

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.integration
 # Which rows compare.
 
 
+@pytest.mark.slow
 def test_models_compare_where_they_are_sampled_alike(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:

@@ -157,7 +157,7 @@ def measured(**changes: Any) -> Any:
     return small(**content | {"tables": TABLES} | changes)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_figures_are_those_of_the_command(out: Path, hddm: Command, tmp_path: Path) -> None:
     results = read_results(out)
     by_name = {row.name: row for row in results.rows}
@@ -204,7 +204,7 @@ def test_tables_say_what_rows_lack(out: Path) -> None:
     assert f"All {len(results.by_objective)} comparisons by the objective" in page
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_finished_scores_are_not_measured_again(
     data: Path, jobs: Path, out: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.integration
 # What a model cost.
 
 
+@pytest.mark.slow
 def test_an_expert_taken_out_of_an_ensemble_cost_its_own_training(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_an_expert_taken_out_of_an_ensemble_cost_its_own_training(
     assert costs(results)["$pair/experts/0"] == costs(results)["one"]
 
 
+@pytest.mark.slow
 def test_a_changed_ensemble_cost_what_is_left_of_it(data: Path, jobs: Path, tmp_path: Path) -> None:
     steps = {
         **SMALL["steps"],
@@ -152,6 +154,7 @@ def test_a_model_that_was_there_before_costs_its_own_training_whatever_comes_of_
     assert "not known" not in (tmp_path / "new" / "tables.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_calibration_on_own_samples_costs_these_samples_too(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +202,7 @@ def test_a_student_of_unlike_experts_of_their_shards_has_no_known_cost(
     assert (costs(results)["student"] is None) == (sizes[0] != sizes[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["tiny", "1x16/2"])
 def test_a_student_whose_teacher_runs_other_experts_for_some_images_has_no_known_cost(
     other: str, data: Path, jobs: Path, tmp_path: Path

@@ -28,7 +28,7 @@ WEIGHED = {
 # Experts that are weighed.
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_experts_are_weighed_in_a_step_and_its_cost_counts(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def _none_of_them_real(training: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_noise_constants_and_repeated_images_count_as_not_learned(
     digits: Digits, miniature: Finished
 ) -> None:
@@ -116,6 +117,7 @@ def test_networks_of_random_weights_count_as_not_learned(
         assert not _row(samples, digits, miniature, certain=True).has_learned
 
 
+@pytest.mark.slow
 def test_real_images_of_half_the_classes_and_a_short_training_count_as_learned(
     digits: Digits, miniature: Finished, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_applied_the_expert_has_a_text_encoder_of_its_own(
     whole_components(base)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_tells_two_loras_apart_although_they_change_large_tensors_alone(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,7 @@ def test_what_edm_predicts_is_stated_in_the_words_of_its_schedulers(
     assert "sigma_data is 0" in refused(hddm, source, "--schedule", config)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ddpm", "flow"])
 @pytest.mark.parametrize("kind", ["EDM", "pixels in [0, 1]"])
 def test_training_goes_on_from_such_an_expert(
@@ -216,7 +216,7 @@ def latent_expert(folder: Path, hddm: Command, **statistics: object) -> Path:
     return folder / "expert"
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_experts_whose_latents_have_statistics_of_each_channel_are_drawn_and_not_mixed(
     tmp_path: Path, hddm: Command
 ) -> None:

@@ -189,7 +189,7 @@ def test_its_stories_can_be_followed(
     _follow(page, hddm)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_two_files_of_stable_diffusion_are_mixed_as_the_guide_says(
     hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +201,7 @@ def test_two_files_of_stable_diffusion_are_mixed_as_the_guide_says(
     assert (tmp_path / "mixed.png").is_file()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_styles_are_mixed_as_the_guide_says(
     hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

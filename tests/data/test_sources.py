@@ -479,6 +479,7 @@ def test_an_empty_row_group_shifts_no_image(tmp_path: Path) -> None:
     assert list(values(open_source(path)).values()) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_long_source_is_held_in_columns(tmp_path: Path) -> None:
     """Objects for each image would take gigabytes for ten million."""
     num = 4000

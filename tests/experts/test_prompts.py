@@ -216,6 +216,7 @@ def test_topics_of_two_text_encoders_are_refused(
     assert "p(k | condition) is not known" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -342,7 +343,7 @@ def _of_another_latent_space(two_encoders: Path, root: Path, hddm: Command) -> N
     assemble([root / "a", root / "b"], root / "both")
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_two_latent_spaces_have_a_vae_each(
     two_encoders: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -405,7 +406,7 @@ def test_of_two_latent_spaces_either_can_go(
     assert len(load_ensemble(tmp_path / "both", experts=[1]).experts) == 1
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_encoders_of_one_kind_that_pad_differently_stay_apart(
     tmp_path: Path, hddm: Command
 ) -> None:

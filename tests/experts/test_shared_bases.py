@@ -132,7 +132,7 @@ def _converted(kind: str, root: Path) -> list[Path]:
     return [*folders, root / "base"]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_a_mixed_batch_has_the_velocities_of_merged_weights(kind: str, tmp_path: Path) -> None:
     """Linear layers and convolutions, adapters of several ranks, the base itself, in any order of rows."""
@@ -287,7 +287,7 @@ def test_experts_of_one_base_may_predict_by_other_schedules_and_parts_of_t(
     assert _difference(found, expected) <= ROUNDING
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_guidance_runs_both_branches_of_all_experts_in_one_call(tmp_path: Path) -> None:
     folders = _converted("unet", tmp_path)
     held, merged = _held(folders), _held(folders, shares=False)

@@ -69,7 +69,7 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(
     assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_an_expert_for_a_part_of_t_is_judged_there(
     whole: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_an_expert_for_a_part_of_t_is_judged_there(
     assert len(verdict.denoising.late) == 3
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_refused(
     whole: Path, class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -160,7 +160,7 @@ FORGERIES: dict[str, tuple[dict[str, Any], str, str]] = {
 OTHERS = sorted(FORGERIES.keys() - {"sample"})
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("forgery", ["sample", *(pytest.param(one, marks=SLOW) for one in OTHERS)])
 def test_a_record_under_which_the_weights_fit_worse_than_under_another_is_refused(
     forgery: str, unet: Path, held_out: Path, whole: Path, tmp_path: Path, hddm: Command
@@ -360,7 +360,7 @@ def _spoil_last_byte(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_range_of_pixels_that_is_not_that_of_the_training_is_told(
     whole: Path, held_out: Path, tmp_path: Path, hddm: Command
 ) -> None:

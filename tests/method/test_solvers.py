@@ -45,6 +45,7 @@ def _shifted(steps: int) -> Tensor:
     return 3 * _even(steps) / (1 + 2 * _even(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "order"), ORDERS)
 @pytest.mark.parametrize(
     ("grid", "downwards"),

@@ -29,7 +29,7 @@ def _unet() -> nn.Module:
     )
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [_own, _dit, _unet])
 def test_all_blocks_share_a_graph_that_takes_batches_of_any_size(build: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -154,7 +154,7 @@ def _hddm(packages: Path, *words: object) -> str:
     return ended.stdout
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_family_of_an_installed_package_converts_samples_and_trains(
     shards: Path, tmp_path: Path
 ) -> None:

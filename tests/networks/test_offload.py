@@ -229,6 +229,7 @@ def test_another_dtype_and_another_mode_twice_do_no_harm(folder: Path) -> None:
         assert torch.equal(_piped(pipe), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "disk"])
 def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> None:
     model, plain = _loaded(folder, mode), _loaded(folder)

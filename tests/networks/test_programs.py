@@ -212,6 +212,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return Exported(network, folder, (3, SIDE, SIDE), {})
 
 
+@pytest.mark.slow
 def test_a_program_is_its_network_at_any_batch_size(exported: Exported) -> None:
     program = exported.opened()
     for batch in (1, 3, 8):

@@ -39,6 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_ensemble(tmp_path_factory.mktemp("model"), [flow_expert(0), flow_expert(1)])
 
 
+@pytest.mark.slow
 def test_scores_are_repeatable_and_paired_over_models(images: Path, tmp_path: Path) -> None:
     experts = [saved(tmp_path / str(k), flow_expert(k)) for k in range(2)]
     options: dict[str, Any] = {"held_out": images, "likelihood_images": 4, "seed": 3}
@@ -55,6 +56,7 @@ def test_scores_are_repeatable_and_paired_over_models(images: Path, tmp_path: Pa
         assert level.by_image == pytest.approx(same.by_image, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_strategies_have_the_scores_that_they_define(whole: Path, images: Path) -> None:
     found = score_held_out(whole, images, strategies=("full", "draw", "top-1"), likelihood_images=2)
     by_name = {one.strategy: one for one in found.strategies}

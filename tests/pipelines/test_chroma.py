@@ -245,7 +245,7 @@ def test_int8_makes_nearly_the_same(expert: Path) -> None:
     check_int8(expert, PROMPTS, least=1e-5)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_all_blocks_of_a_class_share_a_compiled_graph() -> None:
     network = chroma(num_layers=3, num_single_layers=3)
@@ -270,14 +270,14 @@ def test_a_small_network_that_no_embedding_fits_is_refused(hddm: Command, tmp_pa
     assert "its rows are packed" in refusal(CHROMA.conditions, packed)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_opening_one_warns_of_nothing_that_its_user_can_change(expert: Path) -> None:
     code = f"import hddm; hddm.load({str(expert)!r})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "FluxPosEmbed" not in found.stderr
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_program_keeps_its_filters_of_warnings() -> None:
     """Whatever diffusers adds by itself comes first."""
     code = """

@@ -57,7 +57,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_pushed_folder_comes_back_as_it_was(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

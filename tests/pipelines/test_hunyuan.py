@@ -340,7 +340,7 @@ def test_it_runs_in_half_types_to_their_rounding(expert: Path, dtype: torch.dtyp
     assert (found - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_with_and_without_a_skip_share_compiled_graphs(expert: Path) -> None:
     field = library.load(expert)
@@ -352,7 +352,7 @@ def test_blocks_with_and_without_a_skip_share_compiled_graphs(expert: Path) -> N
     assert graphs_of(hunyuan(num_layers=8), torch.tensor([200.0, 800.0]), given) == 3
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_hunyuan_and_sdxl_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: HunyuanDiTPipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

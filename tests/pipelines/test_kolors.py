@@ -336,7 +336,7 @@ def test_int8_makes_nearly_the_same(expert: Path) -> None:
     check_int8(expert, PROMPTS)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_of_one_width_share_a_compiled_graph(expert: Path) -> None:
     given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given
@@ -346,7 +346,7 @@ def test_blocks_of_one_width_share_a_compiled_graph(expert: Path) -> None:
     assert graphs_of(network, torch.tensor([200.0, 800.0]), given) == 4
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_kolors_and_sdxl_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: KolorsPipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -320,7 +320,7 @@ def test_weights_of_half_types_are_converted_and_run_to_their_rounding(
     check_half_type(lumina2(), dtype, source, expert, PROMPTS, tmp_path)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_share_compiled_graphs(expert: Path) -> None:
     network = lumina2(num_layers=6, num_refiner_layers=2)
@@ -329,7 +329,7 @@ def test_blocks_share_compiled_graphs(expert: Path) -> None:
     assert graphs_of(network, torch.tensor([0.2, 0.8]), given) == 3
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_flux_and_lumina_2_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: Lumina2Pipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_half_the_batch_and_records_it(
     assert records[0]["batch_size"] == records[1]["batch_size"] == 7
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_pipeline_makes_its_images_in_parts(
     ensemble: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,7 +189,7 @@ def test_a_large_text_encoder_in_a_half_type_stays_in_it(
     assert torch.as_tensor(made.images).isfinite().all()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_sd3_and_sd35_are_drawn_and_mixed_in_their_one_latent_space(
     tmp_path: Path, hddm: Command
 ) -> None:

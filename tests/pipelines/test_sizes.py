@@ -150,6 +150,7 @@ def test_experts_of_one_size_alone_say_so(trio: Trio) -> None:
     assert library.sample(model, 1, shape=(1, 4, 4), steps=1).shape == (1, 1, 4, 4)
 
 
+@pytest.mark.slow
 def test_a_router_and_calibrations_are_of_one_size(tmp_path: Path, hddm: Command) -> None:
     experts = []
     for seed in (0, 1):

@@ -352,7 +352,7 @@ def test_weights_of_half_types_are_converted_and_run_to_their_rounding(
     check_half_type(z_image(), dtype, source, expert, PROMPTS, tmp_path, sample_size=SIDE)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_blocks_share_compiled_graphs(expert: Path) -> None:
     network = z_image(n_layers=6, n_refiner_layers=2)
@@ -361,7 +361,7 @@ def test_blocks_share_compiled_graphs(expert: Path) -> None:
     assert graphs_of(network, torch.tensor([0.2, 0.8]), given) == 3
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_flux_and_z_image_are_drawn_and_mixed_in_their_one_latent_space(
     pipe: ZImagePipeline, expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

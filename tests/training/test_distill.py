@@ -161,7 +161,7 @@ def test_joined_shards_hold_all_samples_in_order_and_belong_to_one_partition(
     )
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     ensemble: Path, shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_student_records_router_strategy_and_licences_and_fits_beside_no_exper
     assemble([student], tmp_path / "alone")
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_asked_for(
     ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
 ) -> None:

@@ -173,7 +173,7 @@ def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on
     assert (tmp_path / "b" / NULL_FILE).read_bytes() == (text_expert / NULL_FILE).read_bytes()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(
     captioned: Path, tmp_path: Path, hddm: Command
 ) -> None:

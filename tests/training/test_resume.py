@@ -53,7 +53,7 @@ WORST = {
 """Moments at which one training after another is killed."""
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", WORST.values(), ids=WORST)
 def test_kills_at_the_worst_moments_change_nothing(
     moments: list[tuple[str, str]], whole: Path, uninterrupted: Path, tmp_path: Path

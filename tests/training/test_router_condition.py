@@ -113,7 +113,7 @@ def takers(home: Path) -> list[Path]:
     return folders
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_what_a_router_sees_is_recorded_and_reads_back(
     home: Path, by_text: Path, by_class: Path, tmp_path: Path
 ) -> None:
@@ -161,7 +161,7 @@ def test_what_the_condition_is_worth_is_measured_by_noise_level(
     )
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_prompts_find_their_expert_without_descriptions(
     home: Path, by_text: Path, readers: list[Path], tmp_path: Path, hddm: Command
 ) -> None:

@@ -117,6 +117,7 @@ def _resumed(stopped: Path, folder: Path) -> Path:
 RESUMED = RunOptions(resume=True, checkpoint_every=STEPS)
 
 
+@pytest.mark.slow
 def test_processes_that_are_stopped_go_on_to_the_same_bits(
     two: Path, stopped: Path, optimizer: str, whole: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.soak import attack_reading
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_spoiled_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     found = attack_reading(
         tmp_path, tmp_path / "kept", seed=0, goes_on=lambda number: number < 250, quick=True

@@ -261,7 +261,7 @@ def test_what_does_not_fit_on_the_disk_is_not_begun_and_what_is_there_does_not_c
     assert local("me/mine") == folder
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_variant_a_set_and_the_licence_of_a_card_are_those_of_the_same_folder(
     hub: Hub, tmp_path: Path, hddm: Command
 ) -> None:

@@ -74,7 +74,7 @@ def test_what_is_no_model_or_no_shard_is_refused_without_torch(
     assert not out.exists()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_verbs_that_run_hddms_own_networks_import_no_other(
     ensemble: Path, shards: Path, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     assert not imported & (networks | {"diffusers.pipelines", "hddm.checkpoints"})
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_training_on_one_machine_imports_nothing_of_addresses_elsewhere(
     shards: Path, tmp_path: Path
 ) -> None:

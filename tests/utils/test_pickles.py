@@ -23,7 +23,7 @@ def _refusal(path: Path, allow_pickle: bool = True) -> str:
     return message
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
     network = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(network.parameters())
@@ -195,6 +195,7 @@ def test_what_weights_never_need_is_refused_and_not_run(
     assert not Path("ran").exists()
 
 
+@pytest.mark.slow
 def test_a_list_is_read_where_one_is_expected_and_refused_elsewhere(tmp_path: Path) -> None:
     path = save([torch.arange(3.0), torch.ones(2)], tmp_path / "a.pt")
     content = read_any(path, allow_pickle=True)
@@ -214,7 +215,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     assert all("torch cannot load it" in said for said in attempts(paths))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_what_crashes_the_process_is_refused_in_one_line(tmp_path: Path) -> None:
     """Hashing a tuple in a tuple in a tuple takes a part of the stack for each."""
     tuples = zipped(tmp_path / "a.pt", b"\x80\x02})" + b"\x85" * 2_000_000 + b"Ns.")

@@ -243,7 +243,7 @@ def killed_uploads(s3: S3, tmp_path: Path, kills: int) -> int:
     return interrupted
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_an_upload_that_is_killed_leaves_no_half_file_and_goes_on(s3: S3, tmp_path: Path) -> None:
     killed_uploads(s3, tmp_path, 1)
 
