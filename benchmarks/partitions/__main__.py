@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,9 +119,17 @@ def run(
         for num in sizes or (QUICK_SIZES if is_quick else SIZES):
             rows.append(measure(work, kind, num))
             print(rows[-1], flush=True)
+            # A run may take hours, and what is measured stays if it is cut off.
+            content = {"threads": 1, "imports_peak": bare, "rows": rows}
+            print(start.write("partitions", report(rows, bare), content), flush=True)
+
+
+def report(rows: Sequence[Mapping[str, Any]], bare: int) -> list[str]:
+    """The table of ``rows``; ``bare`` are bytes of a process that only imports the modules."""
     lines = [
         "# Memory and time of a partition",
-        f"Peaks are of whole processes; importing the modules alone takes {bare / 1e6:.0f} MB.",
+        f"Peaks are of whole processes, with the pages of files that they map, which the system may drop; "
+        f"importing the modules alone takes {bare / 1e6:.0f} MB.",
         "",
         "| source | images | MB to open it | s | MB to divide it | s | processor s | per 100,000 |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -133,7 +141,7 @@ def run(
         processor = row["partition"]["processor"]
         cells += [f"{processor:,.0f}", f"{processor * 1e5 / row['images']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    print(start.write("partitions", lines, {"threads": 1, "imports_peak": bare, "rows": rows}))
+    return lines
 
 
 if __name__ == "__main__":
