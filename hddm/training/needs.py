@@ -6,7 +6,6 @@ memory grows. A large network is measured on one sample alone.
 """
 
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from hddm.utils.machine import (
     room_on,
 )
 from hddm.utils.needs import Effort, Memory, Needs
-from hddm.utils.processes import StopRequest
+from hddm.utils.processes import StopRequest, number_of_processes
 from hddm.utils.progress import Progress
 from hddm.utils.scaling import LARGE, Growth, measure_times
 from hddm.utils.tensors import synchronize
@@ -76,7 +75,7 @@ def needs_of_training(training: Training, trajectories: int = 0) -> Needs:
         HddmError: as the training would before its first step, and for a step that is not finite.
         UsageError: in one of several processes.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if number_of_processes() > 1:
         raise UsageError("`dry_run`: measures one process; run it without accelerate launch")
     recipe, network = training.recipe, training.task.network
     alone = {"batch_size": 1, "gradient_accumulation_steps": 1, "compile": False}

@@ -11,7 +11,6 @@ newest complete checkpoint unless it has a newer one, so the same command contin
 
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +20,11 @@ from pathlib import Path
 from hddm.training.loop import OnTrainingStep
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import RunOptions
-from hddm.utils.addresses import Address, is_file, reached
+from hddm.utils.addresses import Address, is_file, names_below, reached
 from hddm.utils.errors import HddmError
 from hddm.utils.fetching import fetched
 from hddm.utils.files import below, link_or_copy, new_folder, write_whole
+from hddm.utils.processes import number_of_processes
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage
 from hddm.utils.uploading import (
     begin,
@@ -50,14 +50,13 @@ def train_at(out: Address, run: RunOptions, overwrite: bool, train: Train) -> No
         HddmError: as ``train``; for a result or a run that is at the address already, unless it is to be
             resumed; for several processes; if the upload of the result fails, with what is kept.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if number_of_processes() > 1:
         text = "a training by several processes writes to a folder that they all see; name one"
         raise HddmError(f"{out}: {text}")
     remote = _RemoteRun(out, run)
     if run.resume and not overwrite and remote.is_finished():
         log.info("%s: is finished; there is nothing to resume", out)
-        if work_folder(out).is_dir():
-            end(out)
+        end(out)
         return
     refuse_existing(out, EXPERT_FILE, overwrite)
     if not run.resume:
@@ -82,7 +81,7 @@ def train_at(out: Address, run: RunOptions, overwrite: bool, train: Train) -> No
 
 @contextlib.contextmanager
 def _warned() -> Iterator[None]:
-    """A block whose error is a warning, since another one is raised."""
+    """A block whose error is a warning: another one is raised, or the work can do without the block."""
     try:
         yield
     except HddmError as error:
@@ -115,13 +114,10 @@ class _RemoteRun:
 
     def checkpoints(self) -> dict[int, bool]:
         """Steps of the checkpoints at the address, the newest first, and whether each is complete."""
-        with reached(self.address / CHECKPOINTS) as (files, path):
-            files.invalidate_cache()
-            found = files.find(path) if files.exists(path) else []
         complete: dict[int, bool] = {}
-        for name in found:
+        for name in names_below(self.address / CHECKPOINTS):
             folder, _, own = name.rpartition("/")
-            if folder.rpartition("/")[2].startswith("step_"):
+            if folder.startswith("step_"):
                 step = step_of(Path(folder))
                 complete[step] = complete.get(step, False) or own == MANIFEST
         return dict(sorted(complete.items(), reverse=True))

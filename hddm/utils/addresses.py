@@ -157,6 +157,16 @@ def in_addresses(text: str) -> str:
     return text
 
 
+def names_below(address: Address) -> list[str]:
+    """Names of all files in a folder at an address; none where it is not there. Raises as `reached`."""
+    with reached(address) as (files, place):
+        files.invalidate_cache()
+        found = files.find(place) if files.exists(place) else []
+        # What an address looks like inside is the file system's own.
+        root = files._strip_protocol(place).rstrip("/")
+    return [path.removeprefix(root).strip("/") for path in found]
+
+
 def cache_folder() -> Path:
     """Folder of what was fetched, and of what is made to be uploaded."""
     stated = os.environ.get(CACHE)

@@ -138,6 +138,11 @@ def switched(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
+def number_of_processes() -> int:
+    """Processes of this training, as its launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_first() -> bool:
     """True for the first of the processes of one training, which speaks for all of them."""
     return os.environ.get("RANK", "0") == "0"

@@ -18,7 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hddm.utils.addresses import Address, Reached, cache_folder, is_file, note_copy, reached
+from hddm.utils.addresses import (
+    Address,
+    Reached,
+    cache_folder,
+    is_file,
+    names_below,
+    note_copy,
+    reached,
+)
 from hddm.utils.errors import HddmError, UsageError, shown
 from hddm.utils.fetching import (
     UPLOADS,
@@ -29,7 +37,7 @@ from hddm.utils.fetching import (
     listed,
     version_of,
 )
-from hddm.utils.files import below, is_draft, locked, read_json, sha256_of, write_json, write_whole
+from hddm.utils.files import below, locked, read_json, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, MANIFEST, ROUTER_FILE
 from hddm.utils.work import differences
@@ -61,8 +69,10 @@ def begin(out: Address) -> Path:
 
 
 def end(out: Address) -> None:
-    """Allow the cache to remove `work_folder`, of which all is uploaded."""
+    """Allow the cache to remove `work_folder`, if there is one: all of it is uploaded."""
     entry = Entry.of_work(out)
+    if not entry.content.is_dir():
+        return
     entry.complete(out, sum(one.stat().st_size for one in below(entry.folder) if one.is_file()))
 
 
@@ -89,9 +99,8 @@ def refuse_existing(out: Address, record: str, overwrite: bool = False) -> None:
     """Refuse an address with a result, which the file ``record`` marks; raises as `refuse_target`."""
     refuse_target(out, overwrite)
     if is_file(out / record):
-        if work_folder(out).is_dir():
-            # Left by a process that was killed once all was uploaded.
-            end(out)
+        # A process that was killed once all was uploaded may have left its folder.
+        end(out)
         raise HddmError(f"{out} exists: choose another address")
 
 
@@ -101,15 +110,7 @@ def refuse_others(out: Address, own: Collection[str] = ()) -> None:
     They could become part of a result that is not theirs. Raises `HddmError`, and as `reached`.
     """
     known = {*own, *_Notes(out).names, _PROBE}
-    with reached(out) as there:
-        there.files.invalidate_cache()
-        found = there.files.find(there.path) if there.files.exists(there.path) else []
-        root = there.files._strip_protocol(there.path).rstrip("/")
-    others: list[str] = []
-    for path in found:
-        name = path.removeprefix(root).strip("/")
-        if name not in known and not _is_part(name):
-            others.append(name)
+    others = [name for name in names_below(out) if name not in known and not _is_part(name)]
     if others:
         raise HddmError(
             f"{out}: holds files of something else, or of an upload that another machine did not finish; "
@@ -175,7 +176,7 @@ def produced(
     identity = {**asked, "reads": [fingerprint(path) for path in reads]}
     folder = begin(out)
     own = entry.folder / _IDENTITY
-    with locked(entry.folder / "lock", f"{out}: another process of this machine makes it"):
+    with _alone(out):
         is_made = (folder / record).is_file()
         found = differences(read_json(own) if own.is_file() else {}, identity)
         if is_made and found:
@@ -190,6 +191,15 @@ def produced(
     return folder
 
 
+@contextlib.contextmanager
+def _alone(out: Address) -> Iterator[None]:
+    """Keep other processes of this machine from making the same result in the block."""
+    with locked(
+        Entry.of_work(out).folder / "lock", f"{out}: another process of this machine makes it"
+    ):
+        yield
+
+
 def made_and_uploaded(
     out: Address, record: str, overwrite: bool, make: Callable[[Path], Made]
 ) -> Made:
@@ -200,8 +210,7 @@ def made_and_uploaded(
     refuse_existing(out, record, overwrite)
     refuse_others(out)
     folder = begin(out)
-    lock = Entry.of_work(out).folder / "lock"
-    with locked(lock, f"{out}: another process of this machine makes it"):
+    with _alone(out):
         if folder.exists():
             shutil.rmtree(folder)
         made = make(folder)
@@ -219,7 +228,7 @@ def upload(folder: Path, out: Address, record: str) -> None:
     for path in below(folder):
         name = path.relative_to(folder).as_posix()
         is_hidden = any(part.startswith(".") for part in name.split("/"))
-        if path.is_file() and not is_draft(path.name) and not is_hidden:
+        if path.is_file() and not is_hidden:
             files[name] = path
     refuse_others(out, files)
     upload_files(files, out, record)

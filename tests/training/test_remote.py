@@ -46,6 +46,13 @@ def expected(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return weights(out)
 
 
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an address on this disk; the cache is empty."""
+    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "remote"
+
+
 def machine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this is another machine, with an empty disk."""
     monkeypatch.setenv("HDDM_CACHE", str(tmp_path / name))
@@ -126,12 +133,11 @@ def s3_folder(s3: S3, folder: str, target: Path) -> Path:
 def test_a_training_goes_on_while_uploads_fail_and_says_at_the_end_what_is_kept(
     shards: Path,
     expected: dict[str, bytes],
-    tmp_path: Path,
+    remote: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
-    out = f"file://{tmp_path}/remote/a"
+    out = f"file://{remote}/a"
     with monkeypatch.context() as broken:
 
         def fail(*given: object) -> None:
@@ -142,11 +148,9 @@ def test_a_training_goes_on_while_uploads_fail_and_says_at_the_end_what_is_kept(
             hddm.train(shards / "shard_0", out, **SETTINGS)
     assert str(caught.value).startswith(f"{out}: cannot be reached (ConnectionResetError")
     assert "the same command continues" in str(caught.value)
-    assert f"{out}.run/checkpoints/step_00000004: cannot be" in caplog.text or (
-        f"{out}.run: cannot be reached" in caplog.text
-    )
+    assert f"{out}.run: cannot be reached" in caplog.text
     hddm.train(shards / "shard_0", out, **SETTINGS, resume=True)
-    assert weights(tmp_path / "remote" / "a") == expected
+    assert weights(remote / "a") == expected
 
 
 @pytest.mark.integration
@@ -185,16 +189,14 @@ def test_a_checkpoint_that_was_not_uploaded_whole_is_passed_over(
 @pytest.mark.integration
 def test_an_outage_is_one_warning_for_each_checkpoint_and_the_last_is_uploaded_after_it(
     shards: Path,
-    tmp_path: Path,
+    remote: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
-    out = f"file://{tmp_path}/remote/a"
-    put, tries = uploading._put, []
+    out = f"file://{remote}/a"
+    put = uploading._put
 
     def failing_at_first(there: Any, files: Any, *more: Any) -> None:
-        tries.append([one.name for one in files])
         # All but the last words of the training: its end, and what an exception leaves.
         if not stopping:
             raise ConnectionResetError("the other side is gone")
@@ -218,7 +220,7 @@ def test_an_outage_is_one_warning_for_each_checkpoint_and_the_last_is_uploaded_a
             hddm.train(shards / "shard_0", out, **{**SETTINGS, "resume": True})
     warnings = [one for one in caplog.records if "the training goes on" in one.getMessage()]
     assert 1 <= len(warnings) <= 2
-    there = tmp_path / "remote" / "a.run" / "checkpoints"
+    there = remote / "a.run" / "checkpoints"
     assert [path.name for path in there.iterdir()] == ["step_00000008"]
 
 
@@ -226,38 +228,36 @@ def test_an_outage_is_one_warning_for_each_checkpoint_and_the_last_is_uploaded_a
 def test_without_the_right_to_remove_files_checkpoints_stay_and_the_expert_is_uploaded(
     shards: Path,
     expected: dict[str, bytes],
-    tmp_path: Path,
+    remote: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
 
     def denied(*given: object, **named: object) -> None:
         raise PermissionError("AccessDenied: s3:DeleteObject")
 
     for name in ("rm", "rm_file"):
         monkeypatch.setattr(LocalFileSystem, name, denied)
-    hddm.train(shards / "shard_0", f"file://{tmp_path}/remote/a", **SETTINGS)
-    assert weights(tmp_path / "remote" / "a") == expected
+    hddm.train(shards / "shard_0", f"file://{remote}/a", **SETTINGS)
+    assert weights(remote / "a") == expected
     assert "access is denied" in caplog.text
-    there = tmp_path / "remote" / "a.run" / "checkpoints"
+    there = remote / "a.run" / "checkpoints"
     assert "step_00000012" in [path.name for path in there.iterdir()]
 
 
 @pytest.mark.integration
 def test_a_refused_command_uploads_nothing(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, remote: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that this machine began is in the way, and stays here alone."""
-    monkeypatch.setenv("HDDM_CACHE", str(tmp_path / "cache"))
-    out = f"file://{tmp_path}/remote/a"
+    out = f"file://{remote}/a"
     with monkeypatch.context() as broken:
         fails_at(10, broken)
         broken.setattr(uploading, "_put", lambda *given: 1 / 0)
         with pytest.raises(KeyError):
             hddm.train(shards / "shard_0", out, **SETTINGS)
     assert "already holds a run" in refusal(hddm.train, shards / "shard_0", out, **SETTINGS)
-    assert not list((tmp_path / "remote").rglob("*.json"))
+    assert not list((remote).rglob("*.json"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     told = refusal(hddm.train, shards / "shard_0", out, **SETTINGS)
     assert (
