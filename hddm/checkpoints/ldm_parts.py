@@ -20,11 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.loaders.single_file_utils import (
-    convert_ldm_clip_checkpoint,
-    convert_ldm_vae_checkpoint,
-    convert_open_clip_checkpoint,
-)
 from torch import Tensor
 
 from hddm.checkpoints.sources import KeyTable, Pair, Weights
@@ -161,6 +156,9 @@ def vae_part(
     weights: dict[str, Tensor], prefix: str, latents: Mapping[str, Any], path: Path
 ) -> FilePart:
     """The VAE whose tensors are ``weights`` in the file, without their ``prefix``; ``latents`` as above."""
+    # Imports all schedulers of diffusers, which folders need not wait for.
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
     origin = f"{path}: its VAE ({prefix})"
     config = {**_vae_config(weights, origin), **latents}
     convert = functools.partial(convert_ldm_vae_checkpoint, config=config)
@@ -196,6 +194,11 @@ def _vae_config(weights: Weights, origin: str) -> dict[str, Any]:
 
 
 def _text_encoder(weights: dict[str, Tensor], encoder: _TextEncoderNames, path: Path) -> FilePart:
+    from diffusers.loaders.single_file_utils import (
+        convert_ldm_clip_checkpoint,
+        convert_open_clip_checkpoint,
+    )
+
     origin = f"{path}: its text encoder ({encoder.prefix})"
     benign = {name: reason for name, reason in _NOT_NEEDED.items() if name in weights}
     if encoder.has_unused:

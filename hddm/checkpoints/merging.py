@@ -103,10 +103,10 @@ def merge_experts(
     tensors = _averages(parts, shares)
     refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        write_network(draft, Built(parts[0].network, tensors))
+        written = write_network(draft, Built(parts[0].network, tensors))
         if extras:
             save_file(extras, draft / EXTRAS_FILE, {"format": "pt"})
-        write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
+        write_records(draft, records[0].model_copy(update=update), parts[0].nulls, written)
         for name, folder in whole_components(experts[0]).items():
             keep_component(draft, name, folder)
     return found.notes

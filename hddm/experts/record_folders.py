@@ -22,18 +22,32 @@ from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.unread import Unread
 from hddm.utils.errors import HddmError
-from hddm.utils.files import write_json
+from hddm.utils.files import sha256_of, write_json
 from hddm.utils.records import WEIGHTS, damage, read_record, refuse_damaged, write_manifest
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 
-def write_records(folder: Path, record: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
-    """Write the record beside the network in ``folder``, and a manifest of all files."""
+def write_records(
+    folder: Path,
+    record: ExpertRecord,
+    nulls: Mapping[str, Tensor],
+    weights_sha256: str | None = None,
+) -> None:
+    """Write the record beside the network in ``folder``, and a manifest of all files.
+
+    The hash of the weights' file is computed unless it is known from writing it.
+    """
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
     content = record.model_dump(mode="json") | {"format": record.needed_format}
     write_json(folder / EXPERT_FILE, content)
-    write_manifest(folder, read=(EXPERT_FILE, *FILES))
+
+    def sha256(path: Path) -> str:
+        if weights_sha256 is not None and path == folder / WEIGHTS:
+            return weights_sha256
+        return sha256_of(path)
+
+    write_manifest(folder, sha256, read=(EXPERT_FILE, *FILES))
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ This module adds checks for files of another kind and dtypes that torch lacks, a
 """
 
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -13,7 +14,6 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from safetensors.torch import load_file
@@ -236,24 +236,30 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     check_finite: bool = False,
     on_tensor: Callable[[int], None] = lambda count: None,
-) -> None:
+) -> str:
     """Write a new file tensor by tensor, wide dtypes first, then by name, so that all are aligned.
+
+    Returns its SHA-256, for which a large file need not be read again.
 
     A failure leaves no file. Raises `HddmError` for an existing file, a tensor unlike its plan, a full disk,
     and with ``check_finite`` for NaN or Inf.
     """
     header, ordered = _header(tensors, metadata or {})
+    digest = hashlib.sha256(header)
     with writing(path), path.open("xb") as file:
         try:
             file.write(header)
             for planned in ordered:
-                _write(file, planned, path, check_finite)
+                for piece in _checked_pieces(planned, path, check_finite):
+                    file.write(piece)
+                    digest.update(piece)
                 on_tensor(1)
             # Flushing the buffer may fail on a full disk too.
             file.flush()
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+    return digest.hexdigest()
 
 
 def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[Planned]]:
@@ -270,7 +276,8 @@ def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[by
     return struct.pack("<Q", len(text)) + text, ordered
 
 
-def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) -> None:
+def _checked_pieces(planned: Planned, path: Path, check_finite: bool) -> Iterator[memoryview]:
+    """Bytes of a tensor, piece by piece."""
     tensor = planned.read().detach()
     name, stated = (
         f"{planned.origin or path}: {planned.name!r}",
@@ -281,7 +288,7 @@ def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) ->
     for piece in _pieces(tensor):
         if check_finite and not _is_finite(piece):
             raise HddmError(f"{name} holds NaN or Inf; get the weights again")
-        file.write(piece.view(torch.uint8).numpy().data)
+        yield piece.view(torch.uint8).numpy().data
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

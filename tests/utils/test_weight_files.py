@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.networks.components import read_index
-from hddm.utils.files import file_kind, inside
+from hddm.utils.files import file_kind, inside, sha256_of
 from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal
 from tests.hostile import Calls, address_space, attempts, grown_by, save, zipped
@@ -57,7 +57,8 @@ def _tensors() -> dict[str, Tensor]:
 
 def test_what_is_written_is_read_in_every_dtype(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    write_safetensors(path, _planned(_tensors()), {"format": "pt"}, check_finite=True)
+    sha256 = write_safetensors(path, _planned(_tensors()), {"format": "pt"}, check_finite=True)
+    assert sha256 == sha256_of(path)
     expected = {name: value.detach() for name, value in _tensors().items()}
     _assert_same(load_file(path), expected)
     _assert_same(read_safetensors(path), expected)
