@@ -53,6 +53,15 @@ COMMANDS = {
 RECIPE = "--steps 2 --size tiny --device cpu --threads 1"
 
 
+BETWEEN = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+_, _, usage = os.wait4(process.pid, 0)
+print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
+"""
+"""A small process between: the peak of one that is started counts the memory of the one that starts it."""
+
+
 @dataclass(frozen=True)
 class Used:
     """What a process used: seconds of the processor, and MB of memory at its peak."""
@@ -65,16 +74,10 @@ def used_by(words: Sequence[str], checkout: Path) -> Used:
     """What a Python process with these arguments uses, with the packages of ``checkout``."""
     places = os.pathsep.join((str(checkout), str(checkout / "cli")))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        env=environment,
-        cwd=checkout,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    _, _, usage = os.wait4(process.pid, 0)
-    process.returncode = 0
-    return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    between = [sys.executable, "-S", "-c", BETWEEN, sys.executable, *words]
+    said = subprocess.run(between, env=environment, cwd=checkout, capture_output=True, check=True)
+    seconds, kilobytes = said.stdout.split()
+    return Used(float(seconds), float(kilobytes) / 1024)
 
 
 def least(runs: Sequence[Used]) -> Used:
