@@ -13,7 +13,7 @@ from hddm_cli.options import AsJson, NamedArgument, Without, opens_experts
 from hddm_cli.usage import say
 
 _OF_CONVERSIONS = ("weights", "num_heads", "sample_size", "preset", "tokenizer")
-"""What a source may not state, which is told here, and chosen when it is converted."""
+"""Options that state what a source may not state: a conversion takes them, and this command does not."""
 
 
 @opens_experts

@@ -1,7 +1,7 @@
-"""Families of installed packages, found by entry points; what they get wrong is told by their names.
+"""Families of installed packages, found by entry points; errors in them name the family.
 
-A package may hold anything. Its fields are checked when it is loaded; from then on each of its methods tells
-what it raises, or returns of another kind than `Family` says, as a `FamilyError`.
+A package may hold anything. Its fields are checked when it is loaded. What one of its methods raises later,
+or returns of another kind than `Family` says, becomes a `FamilyError`.
 """
 
 import functools
