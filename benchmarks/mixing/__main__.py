@@ -4,6 +4,7 @@
 ``by-noise``: a pair that divides the noise by objective, beside one model and a pair of one objective.
 ``from-one``: experts of four shards that start from one pretrained model and go on with unlike objectives.
 ``disjoint``: experts of four shards that start from nothing.
+``overlapping``: experts of four shards, each of which shares its classes with two others, by halves.
 ``native``: experts by their own samplers, and by the common velocity, at equal calls.
 
 Everything that is trained or measured is kept in ``--work``: a run that is cut off goes on where it was, and
@@ -14,6 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ import torch
 import typer
 
 from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
-from benchmarks.mixing.data import DATA, Data
+from benchmarks.mixing.data import DATA, PARTS, Data
 from benchmarks.mixing.filling import IMAGES, RESAMPLING, Fillers
 from benchmarks.mixing.models import CALLS, NOISES, Models, Row
 from benchmarks.mixing.verdicts import READING, answers, verdict_table
@@ -108,27 +110,53 @@ def from_one(one: Models, ddpm: str) -> dict[str, Row]:
     begun = one.expert("begun", "all/shard_0", f"--objective ddpm {predicts} --steps {before}")
     words = {objective: f"--objective {objective} --init {begun}" for objective in ("flow", "ddpm")}
     # One model has the steps of the checkpoint and of four experts.
-    return _of_shards(one, ddpm, "from-one", words, after, before + 4 * after)
+    shards = Shards("router", ("parts",), [f"parts/shard_{k}" for k in range(PARTS)])
+    return _of_shards(one, ddpm, "from-one", shards, words, after, before + PARTS * after)
 
 
 def disjoint(one: Models, ddpm: str) -> dict[str, Row]:
     """Experts of four shards, each from scratch, with one objective or two."""
+    shards = Shards("router", ("parts",), [f"parts/shard_{k}" for k in range(PARTS)])
+    return _from_scratch(one, ddpm, "disjoint", shards)
+
+
+def overlapping(one: Models, ddpm: str) -> dict[str, Row]:
+    """The same for shards of which each shares its classes with two others, by halves."""
+    ring = [f"ring_{k}" for k in range(PARTS)]
+    shards = Shards("router-ring", ring, [f"{place}/shard_0" for place in ring])
+    return _from_scratch(one, ddpm, "overlapping", shards)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Shards of experts, and what a router of them is called and trained on."""
+
+    router: str
+    routed: Sequence[str]
+    of_experts: Sequence[str]
+
+
+def _from_scratch(one: Models, ddpm: str, regime: str, shards: Shards) -> dict[str, Row]:
     words = {"flow": "--objective flow", "ddpm": f"--objective ddpm --prediction {ddpm}"}
-    return _of_shards(one, ddpm, "disjoint", words, one.data.steps, 4 * one.data.steps)
+    return _of_shards(one, ddpm, regime, shards, words, one.data.steps, PARTS * one.data.steps)
 
 
 def _of_shards(
-    one: Models, ddpm: str, regime: str, words: Mapping[str, str], steps: int, all_steps: int
+    one: Models,
+    ddpm: str,
+    regime: str,
+    shards: Shards,
+    words: Mapping[str, str],
+    steps: int,
+    all_steps: int,
 ) -> dict[str, Row]:
     """Ensembles of four shards by several strategies, and one model with the steps of all their experts."""
-    router = one.router("parts")
+    router = one.router(shards.router, shards.routed)
     experts: dict[str, list[Path]] = {}
     for objective, own in words.items():
         experts[objective] = []
-        for k in range(4):
-            expert = one.expert(
-                f"{objective}-{regime}-{k}", f"parts/shard_{k}", f"{own} --steps {steps}"
-            )
+        for k, shard in enumerate(shards.of_experts):
+            expert = one.expert(f"{objective}-{regime}-{k}", shard, f"{own} --steps {steps}")
             experts[objective].append(expert)
     groups = {
         "four flow": experts["flow"],
@@ -154,6 +182,7 @@ REGIMES: Mapping[str, Callable[[Models, str], dict[str, Row]]] = {
     "by-noise": by_noise,
     "from-one": from_one,
     "disjoint": disjoint,
+    "overlapping": overlapping,
 }
 
 
@@ -173,7 +202,7 @@ def _figures(
 
 @app.command()
 def regime(
-    name: Annotated[str, typer.Argument(help="same-data, by-noise, from-one or disjoint.")],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(REGIMES)}.")],
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs/mixing"),
     seeds: SeedsOption = 5,

@@ -1,17 +1,22 @@
-"""The data sets of ``benchmarks.mixing``, and how models of each are trained and scored."""
+"""The data sets of ``benchmarks.mixing``, and how models of each are trained and scored.
 
-from collections.abc import Mapping
+Below ``--work`` lie all images in one shard (``all``), in four shards that share none (``parts``), and in a
+ring of four (``ring_0`` to ``ring_3``): each shares a part of its classes with the one before it, and the
+other part with the one after it.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.first_step import Measure
-from benchmarks.harness import shard_digits, shard_photographs
+from benchmarks.harness import run_once, shard_digits, shard_photographs
 from hddm.utils.errors import HddmError
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set: all of it in one shard (``all``) and in four (``parts``), and fresh images."""
+    """A data set in shards, and fresh images."""
 
     name: str
     recipe: str
@@ -53,7 +58,10 @@ class Digits(Data):
     def prepare(self, work: Path, pictures: Path | None) -> None:
         if pictures is not None:
             raise HddmError(f"--pictures {pictures}: is for photographs; leave it out for digits")
-        shard_digits(work, _PARTS)
+        shard_digits(work, PARTS)
+        for k, classes in enumerate(_ring(_DIGITS)):
+            words = ["partition", str(work / "digits" / "train"), "--only", classes]
+            run_once(work / f"ring_{k}", [*words, "--shards", "1", "--held-out", "0.2"])
 
 
 class Photographs(Data):
@@ -65,11 +73,25 @@ class Photographs(Data):
     def prepare(self, work: Path, pictures: Path | None) -> None:
         if pictures is None:
             raise HddmError("--pictures: name the folder of train/CLASS/*.jpg and test/CLASS/*.jpg")
-        shard_photographs(work, pictures, _CLASSES, _PARTS)
+        shard_photographs(work, pictures, ",".join(_PHOTOGRAPHS), PARTS)
+        for k, classes in enumerate(_ring(_PHOTOGRAPHS)):
+            large = work / f"ring_{k}-photos"
+            words = ["partition", str(pictures / "train"), "--only", classes]
+            run_once(large, [*words, "--shards", "1", "--held-out", "0.1"])
+            run_once(work / f"ring_{k}", ["encode", str(large), "--resolution", "16"])
 
 
-_PARTS = 4
-_CLASSES = "airplane,automobile,horse,ship"
+def _ring(groups: Sequence[str]) -> list[str]:
+    """Classes of each shard: its own group and the next one."""
+    shards = []
+    for k, group in enumerate(groups):
+        shards.append(f"{group},{groups[(k + 1) % len(groups)]}")
+    return shards
+
+
+PARTS = 4
+_DIGITS = ("0,1,2", "3,4,5", "6,7", "8,9")
+_PHOTOGRAPHS = ("airplane", "automobile", "horse", "ship")
 _OF_BOTH = "--ema-decay 0.99"
 
 DATA: Mapping[str, Data] = {

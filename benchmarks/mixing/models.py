@@ -54,10 +54,11 @@ class Models:
         run_once(place, [*given, *DEVICE.split(), "--seed", str(number)])
         return place
 
-    def router(self, shards: str) -> Path:
-        """A router of the shards of a partition."""
-        place = self.folder / "router"
-        given = ["train", "router", str(self.work / shards), *self.data.router.split()]
+    def router(self, name: str, places: Sequence[str]) -> Path:
+        """A router of shards, or of all shards of a partition."""
+        place = self.folder / name
+        shards = [str(self.work / one) for one in places]
+        given = ["train", "router", *shards, *self.data.router.split()]
         run_once(place, [*given, *DEVICE.split(), "--seed", str(self.seed)])
         return place
 

@@ -90,6 +90,7 @@ QUESTIONS: Mapping[str, Sequence[Question]] = {
     ),
     "from-one": (*_OF_SHARDS, _PAPER),
     "disjoint": _OF_SHARDS,
+    "overlapping": _OF_SHARDS,
 }
 
 
