@@ -210,37 +210,24 @@ def regime(
     ddpm: DdpmOption = "epsilon",
     data: DataOption = "digits",
     pictures: PicturesOption = None,
+    fill: Annotated[
+        bool, typer.Option("--fill", help="How well the lower half of held-out images is filled.")
+    ] = False,
 ) -> None:
     """Scores of all rows of a regime, by training seed."""
     start = Start(results, work, seeds=seeds)
     of = prepared(data, work, pictures)
-    found = _figures(Models, name, of, work, range(first, first + seeds), ddpm)
-    lines = _report(name, of, found)
+    kind = Fillers if fill else Models
+    found = _figures(kind, name, of, work, range(first, first + seeds), ddpm)
+    if fill:
+        lines = [f"# Half of each image filled, on {of.name}: {name}", ""]
+        lines += [_FILLED.format(seeds=seeds), "", *table(found)]
+    else:
+        lines = _report(name, of, found)
     print("\n".join(lines))
     content = {"regime": name, "data": of.name, "figures": found, "ddpm": ddpm}
-    typer.echo(start.write(f"mixing-{of.name}-{name}", lines, content))
-
-
-@app.command()
-def fill(
-    name: Annotated[str, typer.Argument(help="As of `regime`.")],
-    results: ResultsOption = RESULTS,
-    work: WorkOption = Path("runs/mixing"),
-    seeds: SeedsOption = 5,
-    first: Annotated[int, typer.Option(help="First training seed.")] = 0,
-    ddpm: DdpmOption = "epsilon",
-    data: DataOption = "digits",
-    pictures: PicturesOption = None,
-) -> None:
-    """How well the models of a regime fill the lower half of held-out images."""
-    start = Start(results, work, seeds=seeds)
-    of = prepared(data, work, pictures)
-    found = _figures(Fillers, name, of, work, range(first, first + seeds), ddpm)
-    lines = [f"# Half of each image filled, on {of.name}: {name}", "", _FILLED.format(seeds=seeds)]
-    lines += ["", *table(found)]
-    print("\n".join(lines))
-    content = {"regime": name, "data": of.name, "figures": found, "ddpm": ddpm}
-    typer.echo(start.write(f"mixing-{of.name}-{name}-filled", lines, content))
+    ending = "-filled" if fill else ""
+    typer.echo(start.write(f"mixing-{of.name}-{name}{ending}", lines, content))
 
 
 _FILLED = (
