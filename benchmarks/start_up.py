@@ -27,6 +27,7 @@ from benchmarks.harness import (
     run_once,
     shard_digits,
 )
+from hddm.utils.progress import Progress
 
 LIBRARIES = {
     "import torch": "import torch",
@@ -124,12 +125,14 @@ def measured(
 ) -> dict[str, dict[str, Used]]:
     """What every way uses at least with each checkout, all in turn; ``new`` is removed after a run."""
     runs: dict[tuple[str, str], list[Used]] = {}
-    for _ in range(rounds):
-        for name, words in ways.items():
-            for when, checkout in checkouts.items():
-                runs.setdefault((when, name), []).append(used_by(words, checkout))
-                for made in (new, new.with_name(f"{new.name}.run")):
-                    shutil.rmtree(made, ignore_errors=True)
+    with Progress(rounds * len(ways) * len(checkouts), "start commands") as progress:
+        for _ in range(rounds):
+            for name, words in ways.items():
+                for when, checkout in checkouts.items():
+                    runs.setdefault((when, name), []).append(used_by(words, checkout))
+                    for made in (new, new.with_name(f"{new.name}.run")):
+                        shutil.rmtree(made, ignore_errors=True)
+                    progress(1)
     found: dict[str, dict[str, Used]] = {when: {} for when in checkouts}
     for (when, name), each in runs.items():
         found[when][name] = least(each)
