@@ -219,10 +219,15 @@ for path in pathlib.Path(sys.argv[1]).rglob("*.safetensors"):
 """Copies a folder and hashes its files, what a conversion does at least; it imports no library."""
 
 
-def taken(*words: object) -> tuple[Taken, str]:
-    """Run a command in a process of its own; what it took and printed."""
+def taken(*words: object, checkout: Path | None = None) -> tuple[Taken, str]:
+    """Run a command in a process of its own, perhaps of another checkout; what it took and printed."""
     began = time.perf_counter()
-    run = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
+    environment = dict(os.environ)
+    if checkout is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (checkout, checkout / "cli")))
+    run = subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert run.stdout is not None
     with ThreadPoolExecutor(1) as pool:
         anonymous = pool.submit(_watched, run.pid)
@@ -257,8 +262,11 @@ def part_of(name: str, *arguments: object, **named: Path) -> tuple[Taken, str]:
     return taken(sys.executable, "-c", code)
 
 
-def measure(name: str, work: Path, number: int) -> dict[str, Any]:
-    """All measurements of one model; its folders are deleted in the end."""
+def measure(name: str, work: Path, number: int, before: Path | None) -> dict[str, Any]:
+    """All measurements of one model; its folders are deleted in the end.
+
+    The network is called ``number`` times, or not at all. An older checkout, ``before``, converts too.
+    """
     work.mkdir(parents=True, exist_ok=True)
     source, expert, both = work / "source", work / "expert", work / "both"
     if not source.exists():
@@ -269,16 +277,22 @@ def measure(name: str, work: Path, number: int) -> dict[str, Any]:
     shutil.rmtree(work / "copy")
     importing = f"import torch; from diffusers import {MODELS[name].network}"
     row["imports"], _ = taken(sys.executable, "-c", importing)
-    row["convert"], _ = taken(HDDM, "convert", source, "--out", expert)
+    convert = (sys.executable, "-m", "hddm_cli", "convert", source, "--out")
+    if before is not None:
+        row["convert before"], _ = taken(*convert, work / "before", checkout=before)
+        shutil.rmtree(work / "before")
+    row["convert"], _ = taken(*convert, expert)
     row["inspect"], _ = taken(HDDM, "inspect", expert)
     shutil.copytree(expert, work / "second", copy_function=os.link)
     row["assemble"], _ = taken(HDDM, "assemble", expert, work / "second", "--out", both)
     row["added by assembling"] = _bytes(work) - _bytes(source) - _bytes(expert)
-    folders = {"diffusers": source, "expert": expert, "two experts": both}
-    for way, folder in folders.items():
-        row[way], _ = part_of("calls", name, 2, **{way: folder})
-    _, shown = part_of("calls", name, number, diffusers=source, expert=expert)
-    row["calls"] = [(way, float(seconds)) for way, seconds in map(str.split, shown.splitlines())]
+    if number:
+        folders = {"diffusers": source, "expert": expert, "two experts": both}
+        for way, folder in folders.items():
+            row[way], _ = part_of("calls", name, 2, **{way: folder})
+        _, shown = part_of("calls", name, number, diffusers=source, expert=expert)
+        calls = map(str.split, shown.splitlines())
+        row["calls"] = [(way, float(seconds)) for way, seconds in calls]
     shutil.rmtree(work)
     return row
 
@@ -302,52 +316,68 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         "samplers includes mapped files."
     )
     yield ""
-    names = [
-        "model",
-        "GB",
-        "copy + sha256",
-        "imports",
-        "convert (times)",
-        "its peak (imports')",
-        "with mapped files",
-        "inspect",
-    ]
-    names += [
-        "assemble two",
-        "a call: diffusers",
-        "ours (times)",
-        "memory: diffusers",
-        "one expert",
-    ]
-    yield f"| {' | '.join([*names, 'two (times one)'])} |"
-    yield f"|---|{'---:|' * len(names)}"
+    titles = [*CONVERSION, *(CALLS if any("calls" in row for row in rows.values()) else ())]
+    yield f"| {' | '.join(titles)} |"
+    yield f"|---|{'---:|' * (len(titles) - 1)}"
     for name, row in rows.items():
-        hashed, imports, made = row["copy and hash"], row["imports"], row["convert"]
-        in_all, beyond = made.cpu / hashed.cpu, (made.cpu - imports.cpu) / hashed.cpu
-        # The first call of each loads the weights.
-        theirs, own = (
-            [took for who, took in row["calls"] if who == way][1:]
-            for way in ("diffusers", "expert")
-        )
-        times = sorted(b / a for a, b in zip(theirs, own, strict=True))
-        memory = {way: row[way].resident for way in ("diffusers", "expert", "two experts")}
-        cells = [
-            name,
-            f"{row['bytes'] / 1e9:.2f}",
-            f"{hashed.cpu:.1f} s",
-            f"{imports.cpu:.0f} s",
-            f"{made.cpu:.0f} s ({in_all:.1f}, {beyond:.1f})",
-            f"{made.memory / 1e9:.2f} GB ({imports.memory / 1e9:.2f} GB)",
-            f"{made.resident / 1e9:.2f} GB",
-            f"{row['inspect'].cpu:.1f} s",
-            f"{row['assemble'].cpu:.1f} s",
-            f"{median(theirs):.2f} s",
-            f"{median(own):.2f} s ({median(times):.2f}, {times[0]:.2f} to {times[-1]:.2f})",
-            f"{memory['diffusers'] / 1e9:.2f} GB",
-            f"{memory['expert'] / 1e9:.2f} GB",
-            f"{memory['two experts'] / 1e9:.2f} GB ({memory['two experts'] / memory['expert']:.2f})",
-        ]
+        cells = [name, *_conversion_cells(row), *(_call_cells(row) if "calls" in row else ())]
         yield f"| {' | '.join(cells)} |"
+
+
+CONVERSION = (
+    "model",
+    "GB",
+    "copy + sha256",
+    "imports",
+    "convert before",
+    "convert (times)",
+    "its peak (imports')",
+    "with mapped files",
+    "inspect",
+    "assemble two",
+)
+CALLS = (
+    "a call: diffusers",
+    "ours (times)",
+    "memory: diffusers",
+    "one expert",
+    "two (times one)",
+)
+
+
+def _conversion_cells(row: Mapping[str, Any]) -> list[str]:
+    """Cells of `CONVERSION` but for the name."""
+    hashed, imports, made = row["copy and hash"], row["imports"], row["convert"]
+    before = row.get("convert before")
+    in_all, beyond = made.cpu / hashed.cpu, (made.cpu - imports.cpu) / hashed.cpu
+    return [
+        f"{row['bytes'] / 1e9:.2f}",
+        f"{hashed.cpu:.1f} s",
+        f"{imports.cpu:.0f} s",
+        "–" if before is None else f"{before.cpu:.0f} s, {before.memory / 1e9:.2f} GB",
+        f"{made.cpu:.0f} s ({in_all:.1f}, {beyond:.1f})",
+        f"{made.memory / 1e9:.2f} GB ({imports.memory / 1e9:.2f} GB)",
+        f"{made.resident / 1e9:.2f} GB",
+        f"{row['inspect'].cpu:.1f} s",
+        f"{row['assemble'].cpu:.1f} s",
+    ]
+
+
+def _call_cells(row: Mapping[str, Any]) -> list[str]:
+    """Cells of `CALLS`."""
+    # The first call of each loads the weights.
+    theirs, own = (
+        [took for who, took in row["calls"] if who == way][1:] for way in ("diffusers", "expert")
+    )
+    times = sorted(b / a for a, b in zip(theirs, own, strict=True))
+    memory = {way: row[way].resident for way in ("diffusers", "expert", "two experts")}
+    return [
+        f"{median(theirs):.2f} s",
+        f"{median(own):.2f} s ({median(times):.2f}, {times[0]:.2f} to {times[-1]:.2f})",
+        f"{memory['diffusers'] / 1e9:.2f} GB",
+        f"{memory['expert'] / 1e9:.2f} GB",
+        f"{memory['two experts'] / 1e9:.2f} GB ({memory['two experts'] / memory['expert']:.2f})",
+    ]
 
 
 app = typer.Typer(add_completion=False)
@@ -358,16 +388,23 @@ def full_size(
     model: Annotated[list[Name] | None, typer.Option("--model", help="Default: all.")] = None,
     number: Annotated[
         int,
-        typer.Option("--calls", min=2, help="Calls of each network, in turn; the median counts."),
+        typer.Option("--calls", help="Calls of each network, in turn; the median counts. 0: none."),
     ] = 8,
+    before: Annotated[
+        Path | None, typer.Option(help="Older checkout, which converts in the same run.")
+    ] = None,
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs"),
 ) -> None:
     """Measure conversion and sampling of real shapes; needs twice the model's size on disk and in memory."""
+    if number == 1 or number < 0:
+        raise HddmError(
+            f"--calls {number}: is 0, or 2 or more, since the first one loads the weights"
+        )
     start, rows = Start(results, work), {}
     for name in model or list(Name):
         typer.echo(f"{name} ...", err=True)
-        rows[name.value] = measure(name.value, work / "full-size", number)
+        rows[name.value] = measure(name.value, work / "full-size", number, before)
         typer.echo(list(table(rows))[-1], err=True)
     typer.echo(
         start.write(
