@@ -36,7 +36,7 @@ QuickOption = Annotated[
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", min=1)]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Processes, one thread each.")]
-_PLACES = ("--work", "--results", "--weights", "--out", "--images", "--pictures")
+_PLACES = ("--work", "--results", "--weights", "--out", "--images", "--pictures", "--before")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
