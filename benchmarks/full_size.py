@@ -284,7 +284,8 @@ def measure(name: str, work: Path, number: int, before: Path | None) -> dict[str
     row["convert"], _ = taken(*convert, expert)
     row["inspect"], _ = taken(HDDM, "inspect", expert)
     shutil.copytree(expert, work / "second", copy_function=os.link)
-    row["assemble"], _ = taken(HDDM, "assemble", expert, work / "second", "--out", both)
+    members = (expert, work / "second", "--trust-components")
+    row["assemble"], _ = taken(HDDM, "assemble", *members, "--out", both)
     row["added by assembling"] = _bytes(work) - _bytes(source) - _bytes(expert)
     if number:
         folders = {"diffusers": source, "expert": expert, "two experts": both}
