@@ -1,5 +1,6 @@
 """Artefacts that many tests read, made once a session. A test that spoils one copies it first."""
 
+import gc
 import math
 import os
 import socket
@@ -52,6 +53,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skips)
+
+
+def pytest_collection() -> None:
+    """Wait with collecting garbage until `pytest_collection_finish`: of imports, there is little."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what is imported, which it would go through again and again."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
