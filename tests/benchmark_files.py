@@ -138,7 +138,8 @@ def inline(drawn: bool = False) -> Iterator[list[list[str]]]:
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         if not drawn:
-            stack.enter_context(mock.patch.object(report, "as_element", lambda *_: "<svg></svg>"))
+            undrawn = mock.patch.object(report, "as_element", return_value="<svg></svg>")
+            stack.enter_context(undrawn)
         yield told
 
 

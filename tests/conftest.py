@@ -17,7 +17,7 @@ from hddm.data.partition import partition
 from hddm.experts.assembly import assemble
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
-from hddm.utils import pickles
+from hddm.utils import pickles, syncing
 from hddm_cli.app import app
 from tests.artefacts import Command, expert_settings, router_settings, write_images
 from tests.s3 import s3, s3_port  # noqa: F401
@@ -72,6 +72,14 @@ def quick_pickles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Pickles are checked by forks, except where fresh processes are what is tested."""
     if "pickle" not in request.path.name:
         monkeypatch.setattr(pickles, "_problem", _forked_problem)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_disks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written reaches the disk later, except where that is what is tested: no power is lost here."""
+    if "syncing" not in request.path.name:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+        monkeypatch.setattr(syncing, "_sync_file_system", lambda folder: True)
 
 
 @pytest.fixture

@@ -375,11 +375,11 @@ def test_under_draw_the_noise_decides_which_expert_makes_an_image(
 
     def images(model: VelocityField | Ensemble) -> list[Tensor]:
         pipe.unet = drop_in(model, pipe)
-        return [latents(pipe, seed=seed, **inputs) for seed in (0, 1, 2, 0)]
+        return [latents(pipe, seed=seed, **inputs) for seed in (0, 1, 2)]
 
     for pipe.scheduler in (sd.scheduler, trailing):
         drawn = images(Ensemble(experts, strategy="draw", prior=[0.5, 0.5]))
-        assert drawn[0].equal(drawn[3])
+        assert latents(pipe, seed=0, **inputs).equal(drawn[0])
         alone = list(map(images, experts))
         by = [
             [
