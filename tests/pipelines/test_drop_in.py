@@ -418,7 +418,7 @@ def test_images_of_a_loop_over_one_tensor_of_timesteps_have_an_expert_each(
         return x.new_full((len(x), 2), 0.5)
 
     stand_in = drop_in(Ensemble(experts, router, strategy), pipe)
-    states = [numbers(1, 4, 8, 8, seed=seed) for seed in range(4)]
+    states = [numbers(1, 4, 8, 8, seed=seed) for seed in (0, 4, 5, 6, 7)]
     found = [_own_loop(stand_in, timesteps, state) for state in states]
     drawn = set()
     for state, image in zip(states, found, strict=True):
