@@ -81,14 +81,15 @@ def quick_pickles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(pickles, "_problem", _forked_problem)
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_disks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written reaches the disk later, except where that is what is tested: no power is lost here."""
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_disks() -> Iterator[None]:
+    """What is written reaches the disk later, as no power is lost here; test_syncing.py does wait."""
     from hddm.utils import syncing
 
-    if "syncing" not in request.path.name:
-        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-        monkeypatch.setattr(syncing, "_sync_file_system", lambda folder: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(syncing, "_sync_file_system", lambda folder: True)
+        yield
 
 
 @pytest.fixture
