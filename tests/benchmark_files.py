@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from hddm.benchmark import run
+from hddm.benchmark import report, run
 from hddm.benchmark.costs import TrainingCost
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results
@@ -116,10 +116,10 @@ class Inline(Backend):
 
 
 @contextlib.contextmanager
-def inline() -> Iterator[list[list[str]]]:
+def inline(drawn: bool = False) -> Iterator[list[list[str]]]:
     """Block in which benchmarks run in this process; yields the command lines that they run.
 
-    Operations are not counted, which takes long.
+    Operations are not counted, which takes long; nor are charts turned into SVG, unless they are ``drawn``.
     """
     told: list[list[str]] = []
     do = run._do
@@ -137,21 +137,28 @@ def inline() -> Iterator[list[list[str]]]:
             (run, "count_sampling", lambda *_: 7),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
+        if not drawn:
+            undrawn = mock.patch.object(report, "as_element", return_value="<svg></svg>")
+            stack.enter_context(undrawn)
         yield told
 
 
 def run_inline(
-    chosen: BenchmarkFile, out: Path, data: Path | None = None, **options: Any
+    chosen: BenchmarkFile,
+    out: Path,
+    data: Path | None = None,
+    drawn: bool = False,
+    **options: Any,
 ) -> Results:
-    """The benchmark in this process alone."""
-    with inline():
+    """The benchmark in this process alone; its charts are ``drawn`` or left out."""
+    with inline(drawn):
         return run.run_benchmark(chosen, out, LINES, data=data, **options)
 
 
 def finish(folder: Path) -> Finished:
     """A benchmark of `file` in ``folder``."""
     data, out, made = write_sides(folder / "data"), folder / "out", file()
-    return Finished(data, out, made, run_inline(made, out, data))
+    return Finished(data, out, made, run_inline(made, out, data, drawn=True))
 
 
 def again(miniature: Finished, out: Path, chosen: BenchmarkFile) -> Results:

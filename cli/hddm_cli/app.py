@@ -1,6 +1,7 @@
 """The command line: registers the verbs, runs commands, and words their errors."""
 
 import contextlib
+import functools
 import logging
 import sys
 import warnings
@@ -60,6 +61,12 @@ for name in VERBS.split():
     add(commands, getattr(import_module(f"hddm_cli.{name}"), name))
 
 
+@functools.cache
+def tree() -> Any:
+    """All verbs as click's commands, which are made once a process."""
+    return typer.main.get_command(commands)
+
+
 def app() -> None:
     """Run the command line; exit 0 on success, 1 for a failed run, 2 for wrong usage.
 
@@ -76,7 +83,7 @@ def app() -> None:
     warnings.showwarning = _show_warning
     try:
         with interruptible(), Startup(" ".join(["hddm", *arguments[:1]])):
-            sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
+            sys.exit(tree()(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)
     except Interrupted as stopped:
@@ -135,7 +142,7 @@ def _one_line(text: object) -> str:
 def run_words(words: list[str]) -> None:
     """Run a command line of hddm, without ``hddm``; wrong usage raises `HddmError`."""
     with worded():
-        commands(args=words, prog_name="hddm", standalone_mode=False)
+        tree()(args=words, prog_name="hddm", standalone_mode=False)
 
 
 @contextlib.contextmanager

@@ -107,9 +107,8 @@ def _rendered(name: str, results: Results, **values: Any) -> str:
     pages.filters["escaped"] = escaped
     limits = {"LEARNED": LEARNED, "RECOGNISED": RECOGNISED, "LEAST": LEAST, "PUBLISHED": PUBLISHED}
     signs = {"MARK": MARK, "number": number, "signed": _signed}
-    return pages.get_template(f"benchmark/{name}").render(
-        results=results, **limits, **signs, **values
-    )
+    template = pages.get_template(f"benchmark/{name}")
+    return template.render(results=results, **limits, **signs, **values)
 
 
 def _markdown(table: CellTable) -> str:

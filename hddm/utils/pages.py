@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import functools
 import html
 import io
 import re
@@ -21,10 +22,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 """Colours distinguishable without red or green (Okabe and Ito)."""
 
 
+@functools.cache
 def templates(is_html: bool, **options: Any) -> Environment:
     """Templates of the package, by their paths in it; only those of HTML escape values.
 
-    Further ``options`` are Jinja's.
+    Further ``options`` are Jinja's. Each template is compiled once a process.
     """
     loader = PackageLoader("hddm", "")
     found = Environment(loader=loader, autoescape=is_html, undefined=StrictUndefined, **options)

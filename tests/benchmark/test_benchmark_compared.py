@@ -66,23 +66,17 @@ def test_two_ensembles_compare_by_the_same_strategy_alone(
     assert pairs == {("pair", "twin"), ("pair, full", "twin, full"), ("pair, 1", "twin, 1")}
 
 
-@pytest.mark.parametrize(
-    ("options", "differing"),
-    [
-        ("--steps 3", "steps 3 against 1"),
-        ("--solver heun", 'solver "heun" against "euler"'),
-        ("--strategy full", 'strategy "full" against "draw"'),
-        ("--shift 2", "shift 2.0 against none"),
-        ("", None),
-    ],
-)
+DIFFERING = {
+    "3 steps": ("--steps 3", "steps 3 against 1"),
+    "heun": ("--solver heun", 'solver "heun" against "euler"'),
+    "full": ("--strategy full", 'strategy "full" against "draw"'),
+    "shifted": ("--shift 2", "shift 2.0 against none"),
+}
+"""Rows by name: options of how they are sampled, and what is told of them."""
+
+
 def test_models_that_are_not_sampled_alike_get_no_verdict(
-    options: str,
-    differing: str | None,
-    data: Path,
-    jobs: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    data: Path, jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results_module, "LEARNED", 0)
     steps = {
@@ -90,24 +84,31 @@ def test_models_that_are_not_sampled_alike_get_no_verdict(
         "pair": "assemble $one $other --router moments",
         "twin": "assemble $other $one --router moments --share one=0.3 --share other=0.7",
     }
-    rows = {"twin": "$twin", "pair": f"$pair {options}", "one": "$one"}
-    for varies in ((), ("steps", "solver", "strategy", "shift")):
-        compare = {"candidates": ["pair"], "baselines": ["twin"], "varies": varies}
-        changed = small(steps=steps, rows=rows, compare=compare)
-        results = run_inline(changed, tmp_path / f"{len(varies)}", data, jobs=jobs)
-        (pair,) = results.comparisons
-        assert pair.verdict.judgement == "no verdict"
-        why = str(pair.verdict.why)
-        if differing is None or varies:
-            assert "not sampled alike" not in why
-        else:
-            assert f"not sampled alike: {differing}; compare.varies" in why
+    rows = {"twin": "$twin", "one": "$one", "alike": "$pair"}
+    for name, (options, _) in DIFFERING.items():
+        rows[name] = f"$pair {options}"
+    candidates = ["alike", *DIFFERING]
+
+    def compared(folder: str, **compare: Any) -> dict[str, str]:
+        """Why each row has no verdict."""
+        changed = small(steps=steps, rows=rows, compare={"candidates": candidates, **compare})
+        results = run_inline(changed, tmp_path / folder, data, jobs=jobs)
+        assert {one.verdict.judgement for one in results.comparisons} == {"no verdict"}
+        why = {one.row: str(one.verdict.why) for one in results.comparisons}
+        assert list(why) == candidates
+        return why
+
+    told = compared("told", baselines=["twin"])
+    assert "not sampled alike" not in told["alike"]
+    for name, (_, differing) in DIFFERING.items():
+        assert f"not sampled alike: {differing}; compare.varies" in told[name]
+    varying = ("steps", "solver", "strategy", "shift")
+    meant = compared("meant", baselines=["twin"], varies=varying)
+    assert not [name for name, why in meant.items() if "not sampled alike" in why]
     # Of the network alone, no strategy.
-    compare = {"candidates": ["pair"], "baselines": ["one"]}
-    changed = small(steps=steps, rows=rows, compare=compare)
-    (pair,) = run_inline(changed, tmp_path / "alone", data, jobs=jobs).comparisons
-    is_told = "not sampled alike" in str(pair.verdict.why)
-    assert is_told == (differing is not None and "strategy" not in differing)
+    alone = compared("alone", baselines=["one"])
+    of_network = [name for name, why in alone.items() if "not sampled alike" in why]
+    assert of_network == ["3 steps", "heun", "shifted"]
 
 
 # What a file says that would come to nothing.

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.report import REPORT_FILE, tables_text
 from hddm.benchmark.results import Results, read_results
 from hddm.benchmark.run import commands, run_benchmark
+from hddm.objective import scores as scoring
 from hddm.objective.records import BITS, MEAN_ERROR, HeldOutScores, error_at, read_scores
 from hddm_cli.lines import LINES
 from tests.artefacts import Command, printed, refusal
@@ -141,6 +144,15 @@ def test_its_folder_is_no_name_of_a_step() -> None:
 
 
 # What is measured, and shown.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse_likelihoods() -> Iterator[None]:
+    """Likelihoods of few steps: how exact they are is tested with the objective."""
+    coarse = partial(scoring.LikelihoodSettings, steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "LikelihoodSettings", coarse)
+        yield
 
 
 @pytest.fixture(scope="module")

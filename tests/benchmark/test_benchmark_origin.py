@@ -137,7 +137,11 @@ def model_cost_without_samples(step: Step) -> int:
     return of_steps + calibration_flop(step)
 
 
-@pytest.mark.parametrize("not_counted", [["one"], ["memory"], ["one", "memory"]])
+@pytest.mark.parametrize(
+    "not_counted",
+    [["one"], pytest.param(["memory"], marks=pytest.mark.slow), ["one", "memory"]],
+    ids=" ".join,
+)
 def test_a_model_that_was_there_before_costs_its_own_training_whatever_comes_of_it(
     not_counted: list[str], data: Path, jobs: Path, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_noise_constants_and_repeated_images_count_as_not_learned(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prediction", ["sample", "flow_prediction"])
 def test_networks_of_random_weights_count_as_not_learned(
     prediction: str, digits: Digits, miniature: Finished

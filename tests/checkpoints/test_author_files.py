@@ -116,6 +116,16 @@ SHIFTS = {
 """Those that do not depend on the size of a picture."""
 
 
+def _rooted(usual: str) -> list[Any]:
+    """Kinds and roots of their names: quick are all with the usual root, and one with the other."""
+    cases = []
+    for kind in KINDS:
+        for root in ("", "model.diffusion_model."):
+            is_quick = root == usual or kind == "flux-dev"
+            cases.append(pytest.param(kind, root, marks=[] if is_quick else [pytest.mark.slow]))
+    return cases
+
+
 def _layout(kind: str) -> str:
     return kind.partition("-")[0].partition(".")[0].replace("_", "-")
 
@@ -198,8 +208,7 @@ def test_names_lead_to_what_diffusers_own_function_makes_of_them(kind: str) -> N
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("root", ["", "model.diffusion_model."])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "root"), _rooted("model.diffusion_model."))
 def test_a_single_file_is_the_network_and_comes_back_bit_for_bit(
     kind: str, root: str, hddm: Command, tmp_path: Path
 ) -> None:
@@ -417,8 +426,7 @@ def test_another_shift_is_noted(hddm: Command, tmp_path: Path) -> None:
     assert "means steps with a shift of 3, and the expert wants 6" in hddm(*told)[1]
 
 
-@pytest.mark.parametrize("root", ["", "model.diffusion_model."])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "root"), _rooted(""))
 def test_a_single_file_in_the_networks_own_names_is_the_network(
     kind: str, root: str, hddm: Command, tmp_path: Path
 ) -> None:

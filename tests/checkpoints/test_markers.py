@@ -148,7 +148,14 @@ BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 
 @pytest.mark.parametrize("has_betas", [True, False])
 @pytest.mark.parametrize("has_schedule", [True, False])
-@pytest.mark.parametrize(("kind", "header"), [("2", V_OF_2), ("XL", EPSILON_OF_XL)])
+@pytest.mark.parametrize(
+    ("kind", "header"),
+    [
+        ("2", V_OF_2),
+        # Another preset and prediction, by the same code.
+        pytest.param("XL", EPSILON_OF_XL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_header_of_no_signal_rescales_the_preset_that_it_means(
     kind: str,
     header: dict[str, str],

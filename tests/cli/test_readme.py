@@ -13,13 +13,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.main import get_command
 
 from benchmarks.families import GUIDE, with_table
 from hddm.benchmark.file import read_benchmark
 from hddm.training.settings import ExpertSettings, settings_of
 from hddm_cli import options
-from hddm_cli.app import commands, run_words
+from hddm_cli.app import run_words, tree
 from tests.artefacts import Command
 from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae
@@ -152,7 +151,7 @@ def test_its_commands_are_accepted(line: tuple[str, ...], monkeypatch: pytest.Mo
     # Files that a line reads are the reader's own.
     monkeypatch.setattr(Path, "exists", lambda *_, **__: True)
     monkeypatch.setattr(options, "check_absent", lambda *_: None)
-    command, words = get_command(commands), list(line[1:])
+    command, words = tree(), list(line[1:])
     while known := getattr(command, "commands", None):
         command = known[words.pop(0)]
     command.make_context("hddm", words)

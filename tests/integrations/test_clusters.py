@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.main import get_command
 
 from benchmarks.slurm.cluster import DAEMONS
 from hddm.training.settings import ExpertSettings, settings_of
 from hddm.utils.processes import SIGNALS
 from hddm_cli import options
-from hddm_cli.app import commands
+from hddm_cli.app import tree
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "clusters.md").read_text()
@@ -54,7 +53,7 @@ def test_their_commands_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatch
         found = [[word.strip(' "') for word in listed.split(",")]]
     assert found
     for words in found:
-        command = get_command(commands)
+        command = tree()
         while known := getattr(command, "commands", None):
             command = known[words.pop(0)]
         command.make_context("hddm", words)

@@ -238,7 +238,7 @@ def test_a_mixture_keeps_the_order_of_the_solver(solver: str, order: int) -> Non
     def at(steps: int, solver: str) -> Tensor:
         return sample(field, 64, 2, steps, solver=solver).double()
 
-    exact = at(400, "heun")
+    exact = at(200, "heun")
     coarse, fine = ((at(steps, solver) - exact).square().mean().sqrt().item() for steps in (24, 48))
     assert coarse / fine > 2 ** (order - 0.3)
 

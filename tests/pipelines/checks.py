@@ -22,6 +22,16 @@ from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, printed
 from tests.checkpoint_files import record_of
 
+HALF_TYPES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+"""Types to run a pipeline in; what holds in the coarser one holds in float16 by the same code."""
+
+
+def quick_first(names: Sequence[str]) -> list[Any]:
+    """The first of the names of LoRA files, and the others as slow: test_lora_forms.py reads all of them."""
+    first, *others = names
+    return [first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
+
+
 _SHAPE = (2, 4, 8, 8)
 
 

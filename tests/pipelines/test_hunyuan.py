@@ -28,7 +28,14 @@ from hddm.utils.records import WEIGHTS
 from tests.artefacts import Command, copied, edit_json, printed, refusal
 from tests.checkpoint_files import randomised, record_of
 from tests.component_files import saved_in_parts, write_bert, write_t5, write_vae
-from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
+from tests.pipelines.checks import (
+    HALF_TYPES,
+    check_int8,
+    check_lora,
+    check_mixture,
+    graphs_of,
+    quick_first,
+)
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["A Cat ", "two dogs on a lawn"]
@@ -292,7 +299,7 @@ def test_a_schedule_that_ends_without_signal_is_read_as_it_is(
     assert field.velocity(torch.randn(2, 4, SIDE, SIDE), torch.ones(2), **given).isfinite().all()
 
 
-@pytest.mark.parametrize("prefix", ["transformer.", "lora_unet_"])
+@pytest.mark.parametrize("prefix", quick_first(["lora_unet_", "transformer."]))
 def test_a_lora_of_common_names_changes_the_layers_that_it_names(
     prefix: str, pipe: HunyuanDiTPipeline, expert: Path, tmp_path: Path
 ) -> None:
@@ -318,7 +325,7 @@ def test_int8_makes_nearly_the_same(expert: Path) -> None:
     check_int8(expert, PROMPTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_weights_of_half_types_are_compared_in_float32(
     pipe: HunyuanDiTPipeline, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -331,7 +338,7 @@ def test_weights_of_half_types_are_compared_in_float32(
     assert {one.dtype for one in weights.values()} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_it_runs_in_half_types_to_their_rounding(expert: Path, dtype: torch.dtype) -> None:
     x, t = torch.randn(2, 4, SIDE, SIDE), torch.full((2,), 0.4)
     given = HDDMPipeline.from_pretrained(expert).encode(PROMPTS).given

@@ -33,7 +33,14 @@ from tests.checkpoint_files import record_of, text_unet
 from tests.checkpoints.test_lora_files import ldm_name
 from tests.component_files import saved_in_parts, write_chatglm, write_vae
 from tests.lora_files import kohya
-from tests.pipelines.checks import check_int8, check_lora, check_mixture, graphs_of
+from tests.pipelines.checks import (
+    HALF_TYPES,
+    check_int8,
+    check_lora,
+    check_mixture,
+    graphs_of,
+    quick_first,
+)
 from tests.pipelines.test_prompts_of_pipelines import stock
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
@@ -125,7 +132,7 @@ def test_a_prompt_that_is_cut_loses_what_is_told(expert: Path) -> None:
     assert all(torch.equal(cut[name], again[name]) for name in cut)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_the_encoder_runs_in_half_types_as_the_pipelines(
     dtype: torch.dtype, source: Path, expert: Path
 ) -> None:
@@ -310,7 +317,9 @@ def test_a_pipeline_for_another_task_has_the_same_prompts(
     assert PipelineText(other).record == PipelineText(source).record
 
 
-@pytest.mark.parametrize("names", ["unet.", "lora_unet_", "lora_unet_ of latent diffusion"])
+@pytest.mark.parametrize(
+    "names", quick_first(["lora_unet_ of latent diffusion", "lora_unet_", "unet."])
+)
 def test_a_lora_of_common_names_changes_the_layers_that_it_names(
     names: str, expert: Path, tmp_path: Path
 ) -> None:

@@ -69,10 +69,11 @@ SHORT = {"num_images": 9, "batch_size": 4, "steps": 3, "seed": 2}
     "options",
     [
         {"strategy": "draw"},
-        {"strategy": "full"},
+        # Parts of cases below.
+        pytest.param({"strategy": "full"}, marks=pytest.mark.slow),
+        pytest.param({"expert": 1}, marks=pytest.mark.slow),
         {"strategy": "top-2"},
         {"strategy": "commit-0.6"},
-        {"expert": 1},
         {"strategy": "full", "solver": "heun"},
         {"strategy": "full", "guidance_scale": 2.0, "class_labels": "rows"},
         {"strategy": "full", "class_labels": "rows,rows,rows,rows,rows,columns"},

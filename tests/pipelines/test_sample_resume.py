@@ -70,9 +70,17 @@ def _stopped(number: int, event: str, part: str, *arguments: object) -> tuple[in
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("output", ["png", "latent"])
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name
+    ("number", "output"),
+    [
+        (signal.SIGKILL, "png"),
+        (signal.SIGKILL, "latent"),
+        (signal.SIGTERM, "png"),
+        # Stopped as by SIGTERM, but for the exit code.
+        pytest.param(signal.SIGTERM, "latent", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "png", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "latent", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_was_stopped_at_any_moment_ends_in_the_same_bytes(
     number: signal.Signals, output: str, ensemble: Path, tmp_path: Path, hddm: Command

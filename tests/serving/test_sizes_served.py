@@ -81,7 +81,9 @@ def levels(png: bytes) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*decide which expert")
-@pytest.mark.parametrize("size", [(24, 16), (8, 32), (16, 16)])
+@pytest.mark.parametrize(
+    "size", [(24, 16), (8, 32), pytest.param((16, 16), marks=pytest.mark.slow)]
+)
 def test_pictures_of_a_size_are_those_of_hddm_sample(
     front: Front, folder: Path, tmp_path: Path, size: Size
 ) -> None:

@@ -69,7 +69,14 @@ def test_kills_at_the_worst_moments_change_nothing(
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name
+    "number",
+    [
+        signal.SIGTERM,
+        # As SIGTERM; test_logs.py stops by SIGUSR1 too, test_workers.py by SIGINT.
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+    ids=lambda n: n.name,
 )
 def test_a_signal_saves_within_a_step_and_exits_with_its_code(
     number: signal.Signals, whole: Path, uninterrupted: Path, tmp_path: Path

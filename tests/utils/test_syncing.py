@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from hddm.utils import syncing
-from hddm.utils.syncing import sync_all
+from hddm.utils.syncing import _sync_file_system, sync_all
+
+FSYNC = os.fsync
 
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of the files that were waited for one by one."""
+    """Numbers of the files that were waited for one by one, by the system's own calls."""
     found: list[int] = []
-    fsync = os.fsync
+    monkeypatch.setattr(syncing, "_sync_file_system", _sync_file_system)
 
     def noted(descriptor: int) -> None:
         found.append(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
+        FSYNC(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
     return found
