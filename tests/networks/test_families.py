@@ -403,7 +403,7 @@ _WRONG = [
     ("call = Family.call", "call() fails (TypeError: Mixer.forward() got an unexpected keyword"),
     (
         f"def call(self, model, x, timestep, conditions): {_CALLED}.flatten(1)",
-        "call() gives (5, 16) for states of (5, 1, 4, 4), and without a learned variance",
+        "call() gives (3, 16) for states of (3, 1, 4, 4), and without a learned variance",
     ),
     (
         "def call(self, model, x, timestep, conditions): pass",
@@ -411,7 +411,7 @@ _WRONG = [
     ),
     (
         "def has_variance_head(self, config): return True",
-        "with a learned variance (has_variance_head) it is (5, 2, 4, 4)",
+        "with a learned variance (has_variance_head) it is (3, 2, 4, 4)",
     ),
     (
         "def compared_size(self, config, size): return (2, 2)",
