@@ -226,7 +226,12 @@ def taken(*words: object, checkout: Path | None = None) -> tuple[Taken, str]:
     if checkout is not None:
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (checkout, checkout / "cli")))
     run = subprocess.Popen(
-        [str(word) for word in words], stdout=subprocess.PIPE, text=True, env=environment
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # Python looks for modules in the working folder first.
+        cwd=checkout,
     )
     assert run.stdout is not None
     with ThreadPoolExecutor(1) as pool:
@@ -268,6 +273,7 @@ def measure(name: str, work: Path, number: int, before: Path | None) -> dict[str
     The network is called ``number`` times, or not at all. An older checkout, ``before``, converts too.
     """
     work.mkdir(parents=True, exist_ok=True)
+    work = work.resolve()
     source, expert, both = work / "source", work / "expert", work / "both"
     if not source.exists():
         part_of("build", name, source)
