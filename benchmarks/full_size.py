@@ -26,7 +26,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from benchmarks.harness import RESULTS, ResultsOption, Start, WorkOption, main
+from benchmarks.harness import RESULTS, ResultsOption, Start, WorkOption, environment_of, main
 from hddm.utils.errors import HddmError
 
 HDDM = Path(sys.executable).with_name("hddm")
@@ -222,15 +222,11 @@ for path in pathlib.Path(sys.argv[1]).rglob("*.safetensors"):
 def taken(*words: object, checkout: Path | None = None) -> tuple[Taken, str]:
     """Run a command in a process of its own, perhaps of another checkout; what it took and printed."""
     began = time.perf_counter()
-    environment = dict(os.environ)
-    if checkout is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (checkout, checkout / "cli")))
     run = subprocess.Popen(
         [str(word) for word in words],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
-        # Python looks for modules in the working folder first.
+        env=None if checkout is None else environment_of(checkout),
         cwd=checkout,
     )
     assert run.stdout is not None

@@ -98,6 +98,15 @@ def shard_photographs(work: Path, pictures: Path, classes: str, parts: int) -> N
         run_once(work / name, ["encode", str(large), "--resolution", "16"])
 
 
+def environment_of(checkout: Path) -> dict[str, str]:
+    """Variables of a process that imports hddm and its command line from ``checkout``.
+
+    It must run in this folder too: Python looks for modules in the working folder first.
+    """
+    places = map(str, (checkout, checkout / "cli"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
 @dataclass(frozen=True)
 class Start:
     """One start of an experiment: its options, and on what machine and when it began."""

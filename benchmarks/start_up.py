@@ -7,7 +7,6 @@ turns. The least counts: others waited for the machine. ``--before CHECKOUT`` me
 the same run.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from benchmarks.harness import (
     ResultsOption,
     Start,
     WorkOption,
+    environment_of,
     main,
     run_once,
     shard_digits,
@@ -73,8 +73,7 @@ class Used:
 
 def used_by(words: Sequence[str], checkout: Path) -> Used:
     """What a Python process with these arguments uses, with the packages of ``checkout``."""
-    places = os.pathsep.join((str(checkout), str(checkout / "cli")))
-    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    environment = environment_of(checkout) | {"OMP_NUM_THREADS": "1"}
     between = [sys.executable, "-S", "-c", BETWEEN, sys.executable, *words]
     said = subprocess.run(between, env=environment, cwd=checkout, capture_output=True, check=True)
     seconds, kilobytes = said.stdout.split()

@@ -15,7 +15,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ import torch
 import typer
 
 from benchmarks.harness import RESULTS, ResultsOption, SeedsOption, Start, WorkOption, main
-from benchmarks.mixing.data import DATA, PARTS, Data
+from benchmarks.mixing.data import APART, DATA, PARTS, RING, Data, Shards
 from benchmarks.mixing.filling import IMAGES, RESAMPLING, Fillers
 from benchmarks.mixing.models import CALLS, NOISES, Models, Row
 from benchmarks.mixing.verdicts import READING, answers, verdict_table
@@ -110,30 +109,17 @@ def from_one(one: Models, ddpm: str) -> dict[str, Row]:
     begun = one.expert("begun", "all/shard_0", f"--objective ddpm {predicts} --steps {before}")
     words = {objective: f"--objective {objective} --init {begun}" for objective in ("flow", "ddpm")}
     # One model has the steps of the checkpoint and of four experts.
-    shards = Shards("router", ("parts",), [f"parts/shard_{k}" for k in range(PARTS)])
-    return _of_shards(one, ddpm, "from-one", shards, words, after, before + PARTS * after)
+    return _of_shards(one, ddpm, "from-one", APART, words, after, before + PARTS * after)
 
 
 def disjoint(one: Models, ddpm: str) -> dict[str, Row]:
     """Experts of four shards, each from scratch, with one objective or two."""
-    shards = Shards("router", ("parts",), [f"parts/shard_{k}" for k in range(PARTS)])
-    return _from_scratch(one, ddpm, "disjoint", shards)
+    return _from_scratch(one, ddpm, "disjoint", APART)
 
 
 def overlapping(one: Models, ddpm: str) -> dict[str, Row]:
     """The same for shards of which each shares its classes with two others, by halves."""
-    ring = [f"ring_{k}" for k in range(PARTS)]
-    shards = Shards("router-ring", ring, [f"{place}/shard_0" for place in ring])
-    return _from_scratch(one, ddpm, "overlapping", shards)
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Shards of experts, and what a router of them is called and trained on."""
-
-    router: str
-    routed: Sequence[str]
-    of_experts: Sequence[str]
+    return _from_scratch(one, ddpm, "overlapping", RING)
 
 
 def _from_scratch(one: Models, ddpm: str, regime: str, shards: Shards) -> dict[str, Row]:

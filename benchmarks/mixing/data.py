@@ -89,7 +89,22 @@ def _ring(groups: Sequence[str]) -> list[str]:
     return shards
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Shards of experts below ``--work``, and what a router of them is called and trained on."""
+
+    router: str
+    routed: Sequence[str]
+    of_experts: Sequence[str]
+
+
 PARTS = 4
+APART = Shards("router", ("parts",), [f"parts/shard_{k}" for k in range(PARTS)])
+RING = Shards(
+    "router-ring",
+    [f"ring_{k}" for k in range(PARTS)],
+    [f"ring_{k}/shard_0" for k in range(PARTS)],
+)
 _DIGITS = ("0,1,2", "3,4,5", "6,7", "8,9")
 _PHOTOGRAPHS = ("airplane", "automobile", "horse", "ship")
 _OF_BOTH = "--ema-decay 0.99"

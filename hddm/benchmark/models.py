@@ -215,7 +215,7 @@ class Models:
         return made
 
     def _weighed_of(self, step: Step) -> Model | None:
-        """The ensemble whose experts a step weighs; None where that ensemble is unknown."""
+        """The ensemble whose experts a step weighs, or None if it is unknown."""
         settings = {name: step.values[name] for name in CalibrationSettings.model_fields}
         check_weighing(step.values["data"], CalibrationSettings(**settings))
         before = self.at(step, step.values["expert"])

@@ -242,7 +242,7 @@ def test_a_checkpoint_for_a_part_of_t_is_said_to_be_one(hddm: Command, tmp_path:
     assert record_of(expert)["source"]["options"]["noise_range"] == [0.875, 1.0]
     # The check took place within it.
     times = [float(one) for one in re.findall(r"at t = ([0-9.]+)", text)]
-    assert len(times) == len(convert.TIMES)
+    assert len(times) == 3
     assert 0.875 < min(times) < max(times) < 0.994
     converted(hddm, expert, tmp_path / "again")
     assert record_of(tmp_path / "again")["noise_range"] == [0.875, 1.0]

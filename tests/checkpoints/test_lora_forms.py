@@ -92,6 +92,7 @@ def _check(out: Path, before: ModelMixin, changes: Mapping[str, Tensor]) -> None
     assert changes
     for name, weight in known.items():
         expected = weight.double() + changes.get(name, 0.0)
+        assert after[name].shape == expected.shape, name
         # Of NaN, too, it is false.
         assert (after[name].double() - expected).abs().max() <= 2e-6, name
 
