@@ -231,12 +231,29 @@ class PatchEmbedding(nn.Conv2d):
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
+class TanhGelu(nn.GELU):
+    """GELU by a hyperbolic tangent: x (1 + tanh u) / 2 with u = sqrt(2/π) (x + 0.044715 x³).
+
+    While `torch.compile` traces, it is x sigmoid(2u), the same function: the code that inductor writes for a
+    tangent takes two to three times as long on CPUs. What runs as it stands has one kernel for all of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            return super().forward(x)
+        # The kernel computes bfloat16 in float32 too.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        doubled = 2 * math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * wide * wide)
+        return (wide * torch.sigmoid(doubled)).to(x.dtype)
+
+
 def mlp(hidden_size: int) -> nn.Sequential:
     """Feed-forward part of a block: four times the width, tanh-GELU, and back."""
     wide = 4 * hidden_size
-    return nn.Sequential(
-        linear(hidden_size, wide), nn.GELU(approximate="tanh"), linear(wide, hidden_size)
-    )
+    return nn.Sequential(linear(hidden_size, wide), TanhGelu(), linear(wide, hidden_size))
 
 
 def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:

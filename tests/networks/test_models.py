@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hddm.networks.layers import (
     PatchEmbedding,
+    TanhGelu,
     TimeEmbedding,
     attend,
     rotate,
@@ -292,3 +293,33 @@ def test_attention_in_bfloat16_has_the_gradient_of_its_definition(
         error, usual = ((x.double() - truth).norm() / truth.norm() for x in (ours, theirs))
         assert error < 0.01
         assert error < 2 * usual
+
+
+@pytest.mark.usefixtures("nothing_compiled_before")
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+def test_a_compiled_gelu_is_the_same_function_with_the_same_gradient(
+    dtype: torch.dtype, error: float
+) -> None:
+    points = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-300.0, 300.0])]).to(dtype)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    def with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        output = function(leaf)
+        return output, torch.autograd.grad(output.sum(), leaf)[0]
+
+    compiled = torch.compile(TanhGelu(), backend=backend)
+    exact = with_gradient(lambda x: F.gelu(x, approximate="tanh"), points.double())
+    for ours, truth in zip(with_gradient(compiled, points), exact, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), truth, atol=error, rtol=error)
+    assert "sigmoid" in graphs[0]
+    torch.testing.assert_close(
+        TanhGelu()(points), F.gelu(points, approximate="tanh"), rtol=0, atol=0
+    )
