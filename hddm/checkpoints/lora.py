@@ -175,7 +175,7 @@ def convert_lora(
         return [*lines, f"{out}: nothing written (`dry_run`)"]
     refuse_full_disk(out, writer.size)
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        writer.write(draft)
+        written = writer.write(draft)
         # What writing back into the layout of the base's source needs.
         for name in (EXTRAS_FILE, SOURCE_NAMES):
             if (base / name).is_file():
@@ -185,7 +185,7 @@ def convert_lora(
         nulls = expert.nulls
         if text_encoder_lora == "apply":
             record, nulls = change_texts(draft, lora, record, nulls, scales)
-        write_records(draft, record, nulls)
+        write_records(draft, record, nulls, written)
         open_expert(draft)
     return [*lines, f"{out}: converted"]
 
@@ -377,7 +377,7 @@ class _AsAdapter:
         self.size = float(factors.size)
 
     def write(self, draft: Path) -> None:
-        """Write config and adapter."""
+        """Write config and adapter, which leaves no weights of its own."""
         self._network.save_config(draft)
         tensors: dict[str, Tensor] = {}
         for name, (down, up) in tensor_names(self.adapter.targets).items():
@@ -418,9 +418,9 @@ class _Merged:
         }
         self.size = float(sum(math.prod(one.shape) * one.dtype.itemsize for one in self._tensors))
 
-    def write(self, draft: Path) -> None:
-        """Write config and weights."""
-        write_network(draft, Built(self._base.network, self._tensors))
+    def write(self, draft: Path) -> str:
+        """Write config and weights; return the SHA-256 of the weights."""
+        return write_network(draft, Built(self._base.network, self._tensors))
 
 
 def _merged(target: Target, tensors: Mapping[str, Tensor], name: str, leaf: str) -> Tensor:
