@@ -7,43 +7,25 @@ which the start, before anything is trained or sampled, is shown apart.
     python -m benchmarks.dry_runs
 """
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+
+from benchmarks.commands import Used, used_by
 
 IMAGES, SIDE, SIZE = 512, 32, "4x128/2"
 TRAINING = ("--objective", "flow", "--size", SIZE, "--batch-size", "32", "--steps", "25")
 SAMPLING = ("--num-images", "64", "--batch-size", "32")
 
 
-class Taken(NamedTuple):
-    """What a process took, and what it printed."""
-
-    seconds: float
-    peak: int
-    said: str
-
-
-def taken(*words: object) -> Taken:
-    """Run a command of hddm in a process of its own."""
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "hddm_cli", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    said = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{words}: failed")
-    return Taken(time.perf_counter() - started, usage.ru_maxrss * 1024, said)
+def taken(*words: object) -> Used:
+    """What a command of hddm used."""
+    return used_by(sys.executable, "-m", "hddm_cli", *words)
 
 
 def estimated(said: str) -> tuple[str, str]:

@@ -11,12 +11,10 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -26,7 +24,8 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from benchmarks.harness import RESULTS, ResultsOption, Start, WorkOption, environment_of, main
+from benchmarks.commands import Used, used_by
+from benchmarks.harness import RESULTS, ResultsOption, Start, WorkOption, main
 from hddm.utils.errors import HddmError
 
 HDDM = Path(sys.executable).with_name("hddm")
@@ -116,16 +115,6 @@ MODELS = {
     ),
 }
 Name = StrEnum("Name", {one: one for one in MODELS})
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Seconds on the clock and of the processor; peaks of memory in bytes, with mapped files and without."""
-
-    seconds: float
-    cpu: float
-    resident: int
-    memory: int
 
 
 def build(name: str, folder: Path) -> None:
@@ -219,48 +208,11 @@ for path in pathlib.Path(sys.argv[1]).rglob("*.safetensors"):
 """Copies a folder and hashes its files, what a conversion does at least; it imports no library."""
 
 
-def taken(*words: object, checkout: Path | None = None) -> tuple[Taken, str]:
-    """Run a command in a process of its own, perhaps of another checkout; what it took and printed."""
-    began = time.perf_counter()
-    run = subprocess.Popen(
-        [str(word) for word in words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=None if checkout is None else environment_of(checkout),
-        cwd=checkout,
-    )
-    assert run.stdout is not None
-    with ThreadPoolExecutor(1) as pool:
-        anonymous = pool.submit(_watched, run.pid)
-        shown = run.stdout.read()
-        _, status, usage = os.wait4(run.pid, 0)
-        memory = anonymous.result()
-    if status:
-        raise HddmError(f"{' '.join(map(str, words))}: ended with status {status}")
-    cpu = usage.ru_utime + usage.ru_stime
-    return Taken(time.perf_counter() - began, cpu, usage.ru_maxrss * 1024, memory), shown
-
-
-def _watched(pid: int) -> int:
-    """The largest number of bytes that a process held without a file behind them, until it ended."""
-    most = 0
-    while True:
-        try:
-            status = Path(f"/proc/{pid}/status").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return most
-        found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")]
-        if not found:
-            return most
-        most = max(most, int(found[0]) * 1024)
-        time.sleep(0.02)
-
-
-def part_of(name: str, *arguments: object, **named: Path) -> tuple[Taken, str]:
+def part_of(name: str, *arguments: object, **named: Path) -> Used:
     """Run one of this module's functions by its name, in a process of its own."""
     call = f"full_size.{name}(*{arguments}, **{named})"
     code = f"from pathlib import *; from benchmarks import full_size; {call}"
-    return taken(sys.executable, "-c", code)
+    return used_by(sys.executable, "-c", code)
 
 
 def measure(name: str, work: Path, number: int, before: Path | None) -> dict[str, Any]:
@@ -275,25 +227,25 @@ def measure(name: str, work: Path, number: int, before: Path | None) -> dict[str
         part_of("build", name, source)
     size = _bytes(source)
     row: dict[str, Any] = {"bytes": size}
-    row["copy and hash"], _ = taken(sys.executable, "-c", COPYING, source, work / "copy")
+    row["copy and hash"] = used_by(sys.executable, "-c", COPYING, source, work / "copy")
     shutil.rmtree(work / "copy")
     importing = f"import torch; from diffusers import {MODELS[name].network}"
-    row["imports"], _ = taken(sys.executable, "-c", importing)
+    row["imports"] = used_by(sys.executable, "-c", importing)
     convert = (sys.executable, "-m", "hddm_cli", "convert", source, "--out")
     if before is not None:
-        row["convert before"], _ = taken(*convert, work / "before", checkout=before)
+        row["convert before"] = used_by(*convert, work / "before", checkout=before)
         shutil.rmtree(work / "before")
-    row["convert"], _ = taken(*convert, expert)
-    row["inspect"], _ = taken(HDDM, "inspect", expert)
+    row["convert"] = used_by(*convert, expert)
+    row["inspect"] = used_by(HDDM, "inspect", expert)
     shutil.copytree(expert, work / "second", copy_function=os.link)
     members = (expert, work / "second", "--trust-components")
-    row["assemble"], _ = taken(HDDM, "assemble", *members, "--out", both)
+    row["assemble"] = used_by(HDDM, "assemble", *members, "--out", both)
     row["added by assembling"] = _bytes(work) - _bytes(source) - _bytes(expert)
     if number:
         folders = {"diffusers": source, "expert": expert, "two experts": both}
         for way, folder in folders.items():
-            row[way], _ = part_of("calls", name, 2, **{way: folder})
-        _, shown = part_of("calls", name, number, diffusers=source, expert=expert)
+            row[way] = part_of("calls", name, 2, **{way: folder})
+        shown = part_of("calls", name, number, diffusers=source, expert=expert).said
         calls = map(str.split, shown.splitlines())
         row["calls"] = [(way, float(seconds)) for way, seconds in calls]
     shutil.rmtree(work)
@@ -357,10 +309,10 @@ def _conversion_cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['bytes'] / 1e9:.2f}",
         f"{hashed.cpu:.1f} s",
         f"{imports.cpu:.0f} s",
-        "–" if before is None else f"{before.cpu:.0f} s, {before.memory / 1e9:.2f} GB",
+        "–" if before is None else f"{before.cpu:.0f} s, {before.anonymous / 1e9:.2f} GB",
         f"{made.cpu:.0f} s ({in_all:.1f}, {beyond:.1f})",
-        f"{made.memory / 1e9:.2f} GB ({imports.memory / 1e9:.2f} GB)",
-        f"{made.resident / 1e9:.2f} GB",
+        f"{made.anonymous / 1e9:.2f} GB ({imports.anonymous / 1e9:.2f} GB)",
+        f"{made.peak / 1e9:.2f} GB",
         f"{row['inspect'].cpu:.1f} s",
         f"{row['assemble'].cpu:.1f} s",
     ]
@@ -373,7 +325,7 @@ def _call_cells(row: Mapping[str, Any]) -> list[str]:
         [took for who, took in row["calls"] if who == way][1:] for way in ("diffusers", "expert")
     )
     times = sorted(b / a for a, b in zip(theirs, own, strict=True))
-    memory = {way: row[way].resident for way in ("diffusers", "expert", "two experts")}
+    memory = {way: row[way].peak for way in ("diffusers", "expert", "two experts")}
     return [
         f"{median(theirs):.2f} s",
         f"{median(own):.2f} s ({median(times):.2f}, {times[0]:.2f} to {times[-1]:.2f})",
@@ -421,7 +373,7 @@ def full_size(
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
-    return asdict(value) if isinstance(value, Taken) else value
+    return value.figures if isinstance(value, Used) else value
 
 
 if __name__ == "__main__":

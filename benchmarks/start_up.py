@@ -8,7 +8,6 @@ the same run.
 """
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,12 +16,12 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.commands import Used, used_by
 from benchmarks.harness import (
     RESULTS,
     ResultsOption,
     Start,
     WorkOption,
-    environment_of,
     main,
     run_once,
     shard_digits,
@@ -54,35 +53,17 @@ COMMANDS = {
 RECIPE = "--steps 2 --size tiny --device cpu --threads 1"
 
 
-BETWEEN = """
-import os, subprocess, sys
-process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-_, _, usage = os.wait4(process.pid, 0)
-print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
-"""
-"""A small process between: the peak of one that is started counts the memory of the one that starts it."""
-
-
 @dataclass(frozen=True)
-class Used:
-    """What a process used: seconds of the processor, and MB of memory at its peak."""
+class Least:
+    """The least of several runs: seconds of the processor, and MB of memory at the peak."""
 
     seconds: float
     megabytes: float
 
-
-def used_by(words: Sequence[str], checkout: Path) -> Used:
-    """What a Python process with these arguments uses, with the packages of ``checkout``."""
-    environment = environment_of(checkout) | {"OMP_NUM_THREADS": "1"}
-    between = [sys.executable, "-S", "-c", BETWEEN, sys.executable, *words]
-    said = subprocess.run(between, env=environment, cwd=checkout, capture_output=True, check=True)
-    seconds, kilobytes = said.stdout.split()
-    return Used(float(seconds), float(kilobytes) / 1024)
-
-
-def least(runs: Sequence[Used]) -> Used:
-    """The least of both."""
-    return Used(min(run.seconds for run in runs), min(run.megabytes for run in runs))
+    @classmethod
+    def of(cls, runs: Sequence[Used]) -> "Least":
+        """That of these runs."""
+        return cls(min(run.cpu for run in runs), min(run.peak for run in runs) / 1024**2)
 
 
 def prepared(work: Path) -> dict[str, Path]:
@@ -121,20 +102,23 @@ def prepared(work: Path) -> dict[str, Path]:
 
 def measured(
     ways: Mapping[str, Sequence[str]], new: Path, checkouts: Mapping[str, Path], rounds: int
-) -> dict[str, dict[str, Used]]:
+) -> dict[str, dict[str, Least]]:
     """What every way uses at least with each checkout, all in turn; ``new`` is removed after a run."""
     runs: dict[tuple[str, str], list[Used]] = {}
     with Progress(rounds * len(ways) * len(checkouts), "start commands") as progress:
         for _ in range(rounds):
             for name, words in ways.items():
                 for when, checkout in checkouts.items():
-                    runs.setdefault((when, name), []).append(used_by(words, checkout))
+                    used = used_by(
+                        sys.executable, *words, checkout=checkout, threads=1, may_fail=True
+                    )
+                    runs.setdefault((when, name), []).append(used)
                     for made in (new, new.with_name(f"{new.name}.run")):
                         shutil.rmtree(made, ignore_errors=True)
                     progress(1)
-    found: dict[str, dict[str, Used]] = {when: {} for when in checkouts}
+    found: dict[str, dict[str, Least]] = {when: {} for when in checkouts}
     for (when, name), each in runs.items():
-        found[when][name] = least(each)
+        found[when][name] = Least.of(each)
     return found
 
 

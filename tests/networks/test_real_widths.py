@@ -12,7 +12,8 @@ from diffusers import DiffusionPipeline, ModelMixin
 from torch import Tensor
 
 import hddm as library
-from benchmarks.full_size import HDDM, taken
+from benchmarks.commands import used_by
+from benchmarks.full_size import HDDM
 from hddm.networks.families import families
 from hddm.networks.folders import empty_network
 from tests.component_files import write_vae
@@ -231,9 +232,9 @@ def test_blocks_of_full_width_are_converted_in_little_memory_and_make_the_pipeli
     pipe.save_pretrained(tmp_path / "source", max_shard_size="200MB")
     expert = tmp_path / "expert"
     options = PUBLISHED[name].options
-    took, _ = taken(HDDM, "convert", tmp_path / "source", "--out", expert, *options)
+    used = used_by(HDDM, "convert", tmp_path / "source", "--out", expert, *options)
     size = sum(one.numel() for one in pipe.transformer.parameters()) * 2
-    assert took.memory < MEMORY < size
+    assert used.anonymous < MEMORY < size
 
     # Read anew: what a network computes when it is made was rounded to bfloat16 above.
     kind, saved = type(pipe.transformer), tmp_path / "source" / "transformer"
