@@ -137,7 +137,7 @@ def _of_shards(
     all_steps: int,
 ) -> dict[str, Row]:
     """Ensembles of four shards by several strategies, and one model with the steps of all their experts."""
-    router = one.router(shards.router, shards.routed)
+    router = one.router(shards)
     experts: dict[str, list[Path]] = {}
     for objective, own in words.items():
         experts[objective] = []

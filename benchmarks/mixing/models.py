@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hddm
 from benchmarks.harness import run_once
-from benchmarks.mixing.data import Data
+from benchmarks.mixing.data import Data, Shards
 from hddm.objective.records import HeldOutScores
 from hddm.objective.scores import score_held_out
 from hddm.utils.files import write_json
@@ -54,11 +54,12 @@ class Models:
         run_once(place, [*given, *DEVICE.split(), "--seed", str(number)])
         return place
 
-    def router(self, name: str, places: Sequence[str]) -> Path:
-        """A router of shards, or of all shards of a partition."""
-        place = self.folder / name
-        shards = [str(self.work / one) for one in places]
-        given = ["train", "router", *shards, *self.data.router.split()]
+    def router(self, of: Shards) -> Path:
+        """A router of these shards."""
+        place = self.folder / of.router
+        shards = [str(self.work / one) for one in of.routed]
+        recipe = f"{self.data.router} {of.longer}"
+        given = ["train", "router", *shards, *recipe.split()]
         run_once(place, [*given, *DEVICE.split(), "--seed", str(self.seed)])
         return place
 
