@@ -24,7 +24,7 @@ class Data:
     size: str
     """Size of networks from scratch."""
     router: str
-    """Options of ``train router``."""
+    """Options of ``train router``, without steps and rate."""
     steps: int
     """Steps of training of a whole budget."""
     begun_steps: int
@@ -96,8 +96,8 @@ class Shards:
     router: str
     routed: Sequence[str]
     of_experts: Sequence[str]
-    longer: str = ""
-    """Options of the router's training that replace the data set's."""
+    pace: str = "--steps 1600 --learning-rate 4e-3"
+    """Steps and rate of the router."""
 
 
 PARTS = 4
@@ -106,7 +106,7 @@ RING = Shards(
     "router-ring",
     [f"ring_{k}" for k in range(PARTS)],
     [f"ring_{k}/shard_0" for k in range(PARTS)],
-    # At the data set's rate it learns nothing of shards that overlap.
+    # At the pace of shards that share nothing it stays at chance.
     "--steps 4800 --learning-rate 1e-3",
 )
 _DIGITS = ("0,1,2", "3,4,5", "6,7", "8,9")
@@ -119,8 +119,7 @@ DATA: Mapping[str, Data] = {
         # That of the preset digits, whose rates were chosen on validation images.
         recipe=f"--optimizer adamw --batch-size 32 --learning-rate 8e-3 {_OF_BOTH}",
         size="mini",
-        router="--optimizer adamw --steps 1600 --batch-size 64 --learning-rate 4e-3 --size tiny "
-        f"--calibrate {_OF_BOTH}",
+        router=f"--optimizer adamw --batch-size 64 --size tiny --calibrate {_OF_BOTH}",
         steps=1600,
         begun_steps=400,
         continued_steps=1200,
@@ -132,7 +131,7 @@ DATA: Mapping[str, Data] = {
         # That of the preset photographs, in float32.
         recipe=f"--optimizer muon --batch-size 64 --learning-rate 1.6e-3 --random-flip {_OF_BOTH}",
         size="4x128/2",
-        router="--optimizer adamw --steps 1500 --batch-size 64 --learning-rate 4e-3 --size tiny "
+        router="--optimizer adamw --batch-size 64 --size tiny "
         f"--random-flip --calibrate {_OF_BOTH}",
         # A third of the preset's, which two cores reach in a night.
         steps=500,

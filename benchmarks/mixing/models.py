@@ -58,7 +58,7 @@ class Models:
         """A router of these shards."""
         place = self.folder / of.router
         shards = [str(self.work / one) for one in of.routed]
-        recipe = f"{self.data.router} {of.longer}"
+        recipe = f"{self.data.router} {of.pace}"
         given = ["train", "router", *shards, *recipe.split()]
         run_once(place, [*given, *DEVICE.split(), "--seed", str(self.seed)])
         return place
