@@ -4,6 +4,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Python compiles a module when it is first imported, and keeps the result, also where the environment says
+# not to: pip would compile all modules of all packages, most of which no command imports.
+export PYTHONDONTWRITEBYTECODE =
+INSTALL = $(BIN)/python -m pip install --no-compile --editable
 SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
 .PHONY: quickstart test soak docs check wheel-check clean
@@ -36,17 +40,17 @@ clean:
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	@$(SAY)
-	$(BIN)/python -m pip install --editable '.[train]'
+	$(INSTALL) '.[train]'
 	touch $@
 
 $(VENV)/.ready-test: pyproject.toml | $(VENV)/bin/python
 	@$(SAY)
-	$(BIN)/python -m pip install --editable '.[test]'
+	$(INSTALL) '.[test]'
 	touch $@ $(VENV)/.ready
 
 $(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
 	@$(SAY)
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(INSTALL) '.[dev]'
 	touch $@ $(VENV)/.ready $(VENV)/.ready-test
 
 $(VENV)/bin/python:
