@@ -12,7 +12,7 @@ from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, apart
 from benchmarks.timing import CompileOption, DeviceOption, DType, DTypeOption, name_of, timed
 from benchmarks.training.networks import settings_for
 from benchmarks.training.report import lines
-from benchmarks.training.tables import measure_table
+from benchmarks.training.tables import measure_gains, measure_table
 from benchmarks.training.times import measure_times
 from hddm.utils.errors import UsageError
 
@@ -60,14 +60,21 @@ def training(
             "--table", help="Both widths, dtypes and numbers of threads, eager and compiled."
         ),
     ] = False,
+    gains: Annotated[
+        bool, typer.Option("--gains", help="What compiling costs and gains, in place of the rest.")
+    ] = False,
 ) -> None:
     """Time training steps: hddm's, and a plain loop around diffusers' DiT."""
-    if every_cell:
-        if dtype or compile_networks or threads or device != "cpu":
+    if every_cell or gains:
+        if dtype or compile_networks or threads or device != "cpu" or (every_cell and gains):
             raise UsageError(
-                "--table has its own --dtype, --compile and --threads, on a CPU; drop yours"
+                "--table and --gains have their own --dtype, --compile and --threads, on a CPU; pass one "
+                "of the two, without these"
             )
-        typer.echo(measure_table(Start(results), rounds or 5, quick))
+        start = Start(results)
+        typer.echo(
+            measure_gains(start, quick) if gains else measure_table(start, rounds or 5, quick)
+        )
         return
     dtypes = [one.value for one in dtype or DType]
     typer.echo(

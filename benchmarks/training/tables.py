@@ -137,7 +137,7 @@ def compiling_table(found: Mapping[tuple[str, str], Compiled]) -> list[str]:
 
 
 def measure_table(start: Start, rounds: int, quick: bool) -> Path:
-    """Measure hddm's step over diffusers' DiT in every cell, and what compiling gains; return the report."""
+    """Measure hddm's step over diffusers' DiT in every cell; return the report."""
     rows, cells, base = [], [], settings_for("cpu", quick)
     names = (DIFFUSERS, OWN, OWN_PRODUCTS)
     met = 0
@@ -160,15 +160,8 @@ def measure_table(start: Start, rounds: int, quick: bool) -> Path:
             )
         rows.append(row)
         typer.echo(" | ".join(row), err=True)
-    ways = itertools.product(KINDS, (EAGER, WHOLE, BLOCK))
-    found = {
-        (kind, way): apart(
-            os.cpu_count() or 1, measure_compiling, kind, way, base, 3 if quick else 8
-        )
-        for kind, way in ways
-    }
     text = [
-        "# Training steps in every cell, and what compiling gains",
+        "# Training steps in every cell",
         "",
         "Images per second of hddm's loop, and their ratio to a plain loop around diffusers' DiT (median and "
         f"quartiles of {rounds} alternating rounds). The bound is that ratio if a step of hddm were only its "
@@ -178,11 +171,24 @@ def measure_table(start: Start, rounds: int, quick: bool) -> Path:
         *table(COLUMNS, rows),
         "",
         f"{met} of {len(cells)} ratios reach their goal: {', '.join(f'{k} {v}' for k, v in GOALS.items())}.",
+    ]
+    return start.write("training-table", text, {"cells": cells})
+
+
+def measure_gains(start: Start, quick: bool) -> Path:
+    """Measure what compiling the whole network, or one block, costs and gains; return the report."""
+    settings, threads = settings_for("cpu", quick), os.cpu_count() or 1
+    found = {}
+    for kind, way in itertools.product(KINDS, (EAGER, WHOLE, BLOCK)):
+        calls = 3 if quick else 8
+        found[kind, way] = apart(threads, measure_compiling, kind, way, settings, calls)
+    text = [
+        "# What compiling gains",
         "",
         "Compiled with dynamic batches, in float32; "
         f"batches of {', '.join(map(str, BATCHES))} in turn, each in a process of its own:",
         "",
         *compiling_table(found),
     ]
-    content = {"cells": cells, "compiling": [[*key, asdict(one)] for key, one in found.items()]}
-    return start.write("training-table", text, content)
+    content = {"compiling": [[*key, asdict(one)] for key, one in found.items()]}
+    return start.write("training-compiled", text, {**content, "threads": threads})
