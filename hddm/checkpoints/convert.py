@@ -11,8 +11,9 @@ for own data d x_0 + b, computed here independently, in float64 and from the bet
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -300,6 +301,18 @@ class _InFloat32(TorchFunctionMode):
         return value.to(self._device) if self._device.type != "cpu" and value.ndim else value
 
 
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """For a single run, it would bring the weights of each convolution into its own order first."""
+    # `torch.backends.mkldnn.flags` warns of TF32 when it restores what it found.
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
 @dataclass(frozen=True)
 class _Levels:
     """Times at which both networks are compared; each of the other fields has an entry for each of them."""
@@ -345,6 +358,7 @@ def _compare(
     found, wanted = [], []
     with (
         _InFloat32(plan.device),
+        _without_onednn(),
         Progress(len(levels.times), "compare with the source") as progress,
     ):
         for rows in torch.arange(len(levels.times)).split(_rows_at_once(levels.x)):
