@@ -50,7 +50,15 @@ from hddm.experts.expert_folders import open_expert
 from hddm.experts.kept import put_component
 from hddm.experts.parts import parts_of
 from hddm.experts.record_folders import open_router, read_nulls, read_router
-from hddm.experts.records import FILES, FORMAT, ROUTER_FILE, RouterRecord, foreign_files, weights_in
+from hddm.experts.records import (
+    FILES,
+    FORMAT,
+    ROUTER_FILE,
+    RouterRecord,
+    foreign_files,
+    is_at_chance,
+    weights_in,
+)
 from hddm.experts.shares import domains_of
 from hddm.fit import Findings, are_alike, compare_kinds
 from hddm.networks.programs.permission import opens_programs
@@ -447,6 +455,11 @@ def _fitting(
 def _with_outputs(experts: Sequence[Expert], folder: Path, found: Findings) -> list[Expert]:
     """The experts with their outputs of a learned router, where these do not follow from their shards."""
     router, known = open_router(folder)
+    if is_at_chance(known.training.get("accuracy")):
+        found.note(
+            f"{folder} recognised shards no better than chance when it was trained, so strategies that ask "
+            "it mix at random; train it for longer, or at another learning rate"
+        )
     outputs = router_outputs(experts, known, router.network.config.num_experts, found, str(folder))
     null_text = read_nulls(folder).get(TEXT)
     router_condition(experts, known, null_text, found, str(folder))

@@ -213,6 +213,21 @@ class ExpertRecord(SparseRecord):
         return self.space == "pixels" and self.sample_shape[0] in (1, 3)
 
 
+MOST_BY_LUCK = 2.0
+"""Standard deviations above chance up to which a router's accuracy shows nothing."""
+
+
+def is_at_chance(found: Any) -> bool:
+    """True if a router's ``accuracy`` is known to be no better than always naming the largest shard.
+
+    ``found`` is what `hddm.training.router_accuracy.accuracy_of` measured; one shard needs no telling apart.
+    """
+    match found:
+        case {"accuracy": float(accuracy), "chance": float(chance), "deviation": float(deviation)}:
+            return chance < 1 and accuracy <= chance + MOST_BY_LUCK * deviation
+    return False
+
+
 class RouterRecord(SparseRecord):
     """``router.json``: the shards that a router distinguishes, its time scale, and the condition it sees."""
 

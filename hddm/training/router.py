@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, join_samples, open_shard
 from hddm.experts.record_folders import save_router
-from hddm.experts.records import ROUTER_FILE, RouterRecord
+from hddm.experts.records import ROUTER_FILE, RouterRecord, is_at_chance
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.expert import data_of, new_network
 from hddm.training.loader import StepInputs
@@ -25,7 +25,6 @@ from hddm.training.router_accuracy import (
     Evidence,
     accuracy_of,
     held_out_evidence,
-    is_better_than_chance,
     with_and_without,
 )
 from hddm.training.router_conditions import conditions_of
@@ -163,7 +162,7 @@ def router_training(
                 )
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
-        if len(shards) > 1 and not is_better_than_chance(accuracy):
+        if is_at_chance(accuracy):
             remedy = "train it for longer, or with another `learning_rate`"
             text = "%s: recognises shards no better than chance on %d images; %s"
             log.warning(text, out, accuracy["images"], remedy)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hddm.data.shard_records import HELD_OUT
 from hddm.data.shards import Samples, Shard, join_samples, open_shard
-from hddm.experts.denoising import IMAGES, SURE
+from hddm.experts.denoising import IMAGES
 from hddm.experts.shard_images import evenly_spaced
 from hddm.training.router_conditions import ShardConditions, conditions_of
 from hddm.training.router_temperatures import Noised, noised_logits
@@ -160,11 +160,6 @@ def _scores(logits: Tensor, labels: Tensor) -> dict[str, Any]:
         "accuracy": (logits.argmax(1) == labels).double().mean().item(),
         "cross_entropy": F.cross_entropy(logits, labels).item(),
     }
-
-
-def is_better_than_chance(found: dict[str, Any]) -> bool:
-    """Return whether the accuracy lies more than `SURE` deviations above chance."""
-    return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
 
 
 def condition_text(found: dict[str, Any]) -> str:

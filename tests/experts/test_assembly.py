@@ -12,7 +12,7 @@ from hddm.calibration_records import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
 from hddm.experts.ensemble_records import SCHEDULER_FILE, read_model_index
 from hddm.experts.expert_folders import field_of
-from hddm.experts.records import EXPERT_FILE
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
 from hddm.networks.text_encoder import text_encoder_record_of
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.vae import vae_record_of
@@ -98,6 +98,28 @@ def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> Non
     assert note == "no shard has images of rows; 'draw' takes p(k) for them"
     facts = derived(tmp_path / "out")
     assert facts.class_prior == ((0.25, 0.5, 0.25), (0.25, 0.5, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "chance", "is_noted"),
+    [
+        (0.4, 0.4, True),
+        (0.44, 0.4, True),
+        (0.45, 0.4, False),
+        (1.0, 1.0, False),
+        (None, 0.4, False),
+    ],
+)
+def test_a_router_that_learnt_nothing_is_noted(
+    accuracy: float | None, chance: float, is_noted: bool, trio: Trio, tmp_path: Path
+) -> None:
+    router = copied(trio.router, tmp_path)
+    judged = {"accuracy": accuracy, "chance": chance, "deviation": 0.022}
+    edit_json(router / ROUTER_FILE, training={"accuracy": judged})
+    notes = assemble(trio.experts, tmp_path / "out", router)
+    assert [note.startswith(f"{router} recognised shards no better") for note in notes] == [
+        True
+    ] * is_noted
 
 
 def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(

@@ -14,11 +14,11 @@ from hddm.data.partition import partition
 from hddm.data.shard_records import PIXELS, find_shards
 from hddm.data.shards import Rows, Samples, Shard, open_shard
 from hddm.experts.record_folders import read_router
-from hddm.experts.records import ROUTER_FILE
+from hddm.experts.records import ROUTER_FILE, is_at_chance
 from hddm.routers import temperature_at
 from hddm.training import router as router_training
 from hddm.training.router import held_out, train_router
-from hddm.training.router_accuracy import Evidence, accuracy_of, is_better_than_chance
+from hddm.training.router_accuracy import Evidence, accuracy_of
 from hddm.training.router_temperatures import (
     calibrate_router,
     expected_calibration_error,
@@ -52,7 +52,7 @@ def test_accuracy_is_the_mean_over_all_noise_levels() -> None:
     assert found["accuracy"] == pytest.approx(expected, abs=0.015)
     assert (found["images"], found["of"], found["chance"]) == (64, "images", 0.5)
     assert found["deviation"] == pytest.approx(0.0625)
-    assert is_better_than_chance(found)
+    assert not is_at_chance(found)
 
 
 def test_naming_one_shard_always_is_chance() -> None:
@@ -63,7 +63,7 @@ def test_naming_one_shard_always_is_chance() -> None:
 
     found = accuracy_of(constant, _evidence(labels, 0 * labels), seed=0)
     assert found["accuracy"] == found["chance"] == 0.75
-    assert not is_better_than_chance(found)
+    assert is_at_chance(found)
 
 
 def _accuracy(out: Path) -> Any:
