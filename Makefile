@@ -4,8 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Python compiles a module when it is first imported, and keeps the result, also where the environment says
-# not to: pip would compile all modules of all packages, most of which no command imports.
+# pip would compile all modules of all packages, most of which no command imports. Python compiles a module when
+# it is first imported, and keeps the result only while this variable is empty.
 export PYTHONDONTWRITEBYTECODE =
 INSTALL = $(BIN)/python -m pip install --no-compile --editable
 SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"

@@ -54,9 +54,9 @@ class Used:
     peak: int
     """Bytes of memory at the peak, mapped files included."""
     anonymous: int
-    """Bytes at the peak that no file holds, looked up every 10 ms; 0 where the system does not say."""
+    """The most bytes that no file held, looked up every 10 ms; 0 where the system does not say."""
     status: int
-    """0, or what the command failed with."""
+    """Exit status of the command; below 0, the number of the signal that ended it."""
     said: str
 
     @property
@@ -73,10 +73,15 @@ def used_by(
     threads: int | None = None,
     may_fail: bool = False,
 ) -> Used:
-    """Run a command, perhaps with the packages of ``checkout`` and in it, with this number of threads.
+    """Run a command and measure it. It imports hddm from ``checkout``, and runs there.
 
-    Raises `HddmError` for a status other than 0, unless it ``may_fail``; its errors are then not shown.
+    Without ``checkout`` it imports this checkout, and runs in the present folder. ``threads`` are OpenMP's;
+    by default the environment decides. Raises `HddmError` for a status other than 0, unless it ``may_fail``;
+    then its errors are not shown either.
     """
+    if checkout is not None:
+        # Python would look for a relative one from inside it.
+        checkout = checkout.resolve()
     environment = environment_of(checkout or Path(__file__).parent.parent)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -61,16 +61,17 @@ def training(
         ),
     ] = False,
     gains: Annotated[
-        bool, typer.Option("--gains", help="What compiling costs and gains, in place of the rest.")
+        bool, typer.Option("--gains", help="What compiling costs and gains: all or one block.")
     ] = False,
 ) -> None:
     """Time training steps: hddm's, and a plain loop around diffusers' DiT."""
     if every_cell or gains:
-        if dtype or compile_networks or threads or device != "cpu" or (every_cell and gains):
+        if dtype or compile_networks or threads or device != "cpu":
             raise UsageError(
-                "--table and --gains have their own --dtype, --compile and --threads, on a CPU; pass one "
-                "of the two, without these"
+                "--table and --gains have their own --dtype, --compile and --threads, on a CPU; drop yours"
             )
+        if gains and (every_cell or rounds):
+            raise UsageError("--gains runs alone, with its own calls; drop --table and --rounds")
         start = Start(results)
         typer.echo(
             measure_gains(start, quick) if gains else measure_table(start, rounds or 5, quick)

@@ -178,17 +178,22 @@ def measure_table(start: Start, rounds: int, quick: bool) -> Path:
 def measure_gains(start: Start, quick: bool) -> Path:
     """Measure what compiling the whole network, or one block, costs and gains; return the report."""
     settings, threads = settings_for("cpu", quick), os.cpu_count() or 1
+    calls = 3 if quick else 8
     found = {}
     for kind, way in itertools.product(KINDS, (EAGER, WHOLE, BLOCK)):
-        calls = 3 if quick else 8
         found[kind, way] = apart(threads, measure_compiling, kind, way, settings, calls)
     text = [
         "# What compiling gains",
         "",
-        "Compiled with dynamic batches, in float32; "
-        f"batches of {', '.join(map(str, BATCHES))} in turn, each in a process of its own:",
+        f"Width {settings.hidden_size}, depth {settings.depth}, {settings.tokens} tokens, float32, compiled "
+        f"with dynamic batches. Each row is a process of its own, with batches of "
+        f"{', '.join(map(str, BATCHES))} one after the other.",
         "",
         *compiling_table(found),
     ]
-    content = {"compiling": [[*key, asdict(one)] for key, one in found.items()]}
-    return start.write("training-compiled", text, {**content, "threads": threads})
+    content = {
+        "threads": threads,
+        "settings": asdict(settings),
+        "compiling": [[*key, asdict(one)] for key, one in found.items()],
+    }
+    return start.write("training-compiled", text, content)

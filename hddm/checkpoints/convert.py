@@ -11,9 +11,8 @@ for own data d x_0 + b, computed here independently, in float64 and from the bet
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -48,6 +47,7 @@ from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.hub import Wanted, local
+from hddm.utils.processes import switched
 from hddm.utils.progress import Progress
 from hddm.utils.records import WEIGHTS, write_manifest
 from hddm.utils.streams import Use, generator
@@ -301,18 +301,6 @@ class _InFloat32(TorchFunctionMode):
         return value.to(self._device) if self._device.type != "cpu" and value.ndim else value
 
 
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """For a single run, it would bring the weights of each convolution into its own order first."""
-    # `torch.backends.mkldnn.flags` warns of TF32 when it restores what it found.
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
-
-
 @dataclass(frozen=True)
 class _Levels:
     """Times at which both networks are compared; each of the other fields has an entry for each of them."""
@@ -356,9 +344,13 @@ def _compare(
     # Only the written network takes text that was added.
     is_text_added = plan.built.network is not plan.source.network
     found, wanted = [], []
+    # oneDNN brings the weights of a convolution into its own order at each run. For small states that takes
+    # longer than the convolution; for large ones, torch's other way takes much more memory. The switch is of
+    # the whole process; `torch.backends.mkldnn.flags` would warn of TF32.
+    onednn = torch.backends.mkldnn
     with (
         _InFloat32(plan.device),
-        _without_onednn(),
+        switched(onednn, "enabled", onednn.enabled and not _are_small(levels.x)),
         Progress(len(levels.times), "compare with the source") as progress,
     ):
         for rows in torch.arange(len(levels.times)).split(_rows_at_once(levels.x)):
@@ -404,8 +396,11 @@ def _compared_shape(plan: ConversionPlan) -> list[int]:
 
 def _rows_at_once(states: Tensor) -> int:
     """How many states run at once: small ones all, so that a large network is read from memory once."""
-    is_small = math.prod(states.shape[2:]) <= _TOGETHER
-    return len(states) if is_small else 1
+    return len(states) if _are_small(states) else 1
+
+
+def _are_small(states: Tensor) -> bool:
+    return math.prod(states.shape[2:]) <= _TOGETHER
 
 
 def _velocity_errors(

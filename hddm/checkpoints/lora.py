@@ -376,8 +376,8 @@ class _AsAdapter:
         self.options: dict[str, Any] = {}
         self.size = float(factors.size)
 
-    def write(self, draft: Path) -> None:
-        """Write config and adapter, which leaves no weights of its own."""
+    def write(self, draft: Path) -> str | None:
+        """Write config and adapter; return None, as there is no file of weights to hash."""
         self._network.save_config(draft)
         tensors: dict[str, Tensor] = {}
         for name, (down, up) in tensor_names(self.adapter.targets).items():
@@ -390,6 +390,7 @@ class _AsAdapter:
             tensors[down] = pad(a, [*window, 0, 0, 0, more]).contiguous()
             tensors[up] = pad(b, [*window, 0, more]).contiguous()
         write_adapter(draft, self.adapter, tensors)
+        return None
 
 
 class _Merged:

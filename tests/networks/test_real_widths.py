@@ -234,7 +234,7 @@ def test_blocks_of_full_width_are_converted_in_little_memory_and_make_the_pipeli
     options = PUBLISHED[name].options
     used = used_by(HDDM, "convert", tmp_path / "source", "--out", expert, *options)
     size = sum(one.numel() for one in pipe.transformer.parameters()) * 2
-    assert used.anonymous < MEMORY < size
+    assert 0 < used.anonymous < MEMORY < size
 
     # Read anew: what a network computes when it is made was rounded to bfloat16 above.
     kind, saved = type(pipe.transformer), tmp_path / "source" / "transformer"
