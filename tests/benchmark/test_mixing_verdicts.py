@@ -19,8 +19,8 @@ class Names(Models):
     def expert(self, name: str, shard: str, words: str, seed: int | None = None) -> Path:
         return Path(name)
 
-    def router(self, name, places):
-        return Path(name)
+    def router(self, of):
+        return Path(of.router)
 
     def ensemble(self, name, experts, words=""):
         return Path(name)

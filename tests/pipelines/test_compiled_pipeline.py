@@ -59,12 +59,14 @@ def test_compiled_experts_make_the_same_images(folder: Path, strategy: str, is_t
     plain = _latents(_pipe(folder), strategy)
     pipe, backend = _pipe(folder, is_tight), Backend()
     pipe.experts.compile(backend=backend)
-    assert torch.equal(_latents(pipe, strategy), plain)
+    compiled = _latents(pipe, strategy)
+    # Compiled blocks compute GELU by a sigmoid, which rounds otherwise.
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
     # One for the blocks of both sizes, for each kind of batch: a single row, one size, and then any size.
     assert 1 <= backend.graphs <= (1 if strategy == "full" else 3)
     before = backend.graphs
     for _ in range(2):
-        assert torch.equal(_latents(pipe, strategy), plain)
+        assert torch.equal(_latents(pipe, strategy), compiled)
     assert backend.graphs == before
 
 
