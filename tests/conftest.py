@@ -97,6 +97,8 @@ def nothing_compiled_before() -> Iterator[None]:
     import torch
 
     torch.compiler.reset()
+    # It keeps its counts.
+    torch._dynamo.utils.counters.clear()
     yield
     torch.compiler.reset()
 
