@@ -35,6 +35,7 @@ from hddm.training.settings import (
     resolve,
 )
 from hddm.utils.errors import HddmError
+from hddm.utils.processes import switched
 from hddm.utils.records import MANIFEST, write_manifest
 
 Command = Callable[..., tuple[int, str, str]]
@@ -119,6 +120,11 @@ def number_of_pixels(pixels: np.ndarray) -> float:
 def shard_files(folder: Path) -> dict[str, str]:
     """The images of a shard and their hashes."""
     return {entry.file: entry.sha256 for entry in read_manifest(folder).images}
+
+
+def as_traced() -> contextlib.AbstractContextManager[None]:
+    """Networks compute what `torch.compile` traces of them, operation by operation."""
+    return switched(torch.compiler, "is_dynamo_compiling", lambda: True)
 
 
 def copied(folder: Path, target: Path) -> Path:

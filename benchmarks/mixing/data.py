@@ -25,10 +25,8 @@ class Data:
     """Size of networks from scratch."""
     router: str
     """Options of ``train router``, without steps and rate."""
-    router_apart: str
-    """Steps and rate of a router of shards that share nothing."""
-    router_ring: str
-    """Steps and rate of a router of shards that overlap."""
+    routers: Mapping[str, str]
+    """Steps and rate of each router, by its name (`Shards.router`)."""
     steps: int
     """Steps of training of a whole budget."""
     begun_steps: int
@@ -120,9 +118,11 @@ DATA: Mapping[str, Data] = {
         recipe=f"--optimizer adamw --batch-size 32 --learning-rate 8e-3 {_OF_BOTH}",
         size="mini",
         router=f"--optimizer adamw --batch-size 64 --size tiny --calibrate {_OF_BOTH}",
-        router_apart="--steps 1600 --learning-rate 4e-3",
-        # At the other rate it stays at chance.
-        router_ring="--steps 4800 --learning-rate 1e-3",
+        routers={
+            APART.router: "--steps 1600 --learning-rate 4e-3",
+            # At the other rate it stays at chance.
+            RING.router: "--steps 4800 --learning-rate 1e-3",
+        },
         steps=1600,
         begun_steps=400,
         continued_steps=1200,
@@ -136,9 +136,11 @@ DATA: Mapping[str, Data] = {
         size="4x128/2",
         router="--optimizer adamw --batch-size 64 --size tiny "
         f"--random-flip --calibrate {_OF_BOTH}",
-        router_apart="--steps 1500 --learning-rate 4e-3",
-        # Not tried: that of digits.
-        router_ring="--steps 4800 --learning-rate 1e-3",
+        routers={
+            APART.router: "--steps 1500 --learning-rate 4e-3",
+            # Not tried: that of digits.
+            RING.router: "--steps 4800 --learning-rate 1e-3",
+        },
         # A third of the preset's, which two cores reach in a night.
         steps=500,
         begun_steps=125,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hddm
 from benchmarks.harness import run_once
-from benchmarks.mixing.data import RING, Data, Shards
+from benchmarks.mixing.data import Data, Shards
 from hddm.objective.records import HeldOutScores
 from hddm.objective.scores import score_held_out
 from hddm.utils.files import write_json
@@ -58,8 +58,7 @@ class Models:
         """A router of these shards."""
         place = self.folder / of.router
         shards = [str(self.work / one) for one in of.routed]
-        steps = self.data.router_ring if of is RING else self.data.router_apart
-        recipe = f"{self.data.router} {steps}"
+        recipe = f"{self.data.router} {self.data.routers[of.router]}"
         given = ["train", "router", *shards, *recipe.split()]
         run_once(place, [*given, *DEVICE.split(), "--seed", str(self.seed)])
         return place

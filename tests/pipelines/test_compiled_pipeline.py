@@ -13,6 +13,7 @@ from hddm.guidance import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.workers import VelocityJob, Worker
 from hddm.settings import ServeSettings
+from tests.artefacts import as_traced
 from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble
 
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -56,12 +57,13 @@ def _latents(pipe: HDDMPipeline, strategy: str) -> Tensor:
     ids=["all stay", "one stays, for batches of any size"],
 )
 def test_compiled_experts_make_the_same_images(folder: Path, strategy: str, is_tight: bool) -> None:
-    plain = _latents(_pipe(folder), strategy)
+    with as_traced():
+        plain = _latents(_pipe(folder), strategy)
     pipe, backend = _pipe(folder, is_tight), Backend()
     pipe.experts.compile(backend=backend)
     compiled = _latents(pipe, strategy)
-    # Compiled blocks compute GELU by a sigmoid, which rounds otherwise.
-    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+    # The router, whose probabilities only `full` weighs by, is not compiled, and rounds otherwise.
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=2e-6 if strategy == "full" else 0)
     # One for the blocks of both sizes, for each kind of batch: a single row, one size, and then any size.
     assert 1 <= backend.graphs <= (1 if strategy == "full" else 3)
     before = backend.graphs
