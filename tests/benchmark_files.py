@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from hddm.benchmark import report, run
+from hddm.benchmark import report, run, seed_run
 from hddm.benchmark.costs import TrainingCost
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results
@@ -106,6 +106,8 @@ class Inline(Backend):
     def __init__(self, count: int) -> None:
         super().__init__(1, 0)
 
+    def expect(self, calls: Sequence[Call]) -> None: ...
+
     def start(self, call: Call) -> None:
         self.result = call.function(**call.arguments, report=lambda part: None)
 
@@ -122,7 +124,7 @@ def inline(drawn: bool = False) -> Iterator[list[list[str]]]:
     Operations are not counted, which takes long; nor are charts turned into SVG, unless they are ``drawn``.
     """
     told: list[list[str]] = []
-    do = run._do
+    do = seed_run._do
 
     def note(**arguments: Any) -> Any:
         told.append(arguments["step"].command())
@@ -131,10 +133,10 @@ def inline(drawn: bool = False) -> Iterator[list[list[str]]]:
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (run, "Workers", Inline),
-            (run, "_do", note),
+            (seed_run, "_do", note),
             (evaluate, "RESAMPLES", 2),
-            (run, "count_training", lambda *_: TrainingCost(30, 1)),
-            (run, "count_sampling", lambda *_: 7),
+            (seed_run, "count_training", lambda *_: TrainingCost(30, 1)),
+            (seed_run, "count_sampling", lambda *_: 7),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         if not drawn:

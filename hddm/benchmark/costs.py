@@ -200,6 +200,11 @@ def cost_path(step: Step) -> Path:
     return step.work.path("cost", cost_key(step))
 
 
+def calibration_path(step: Step) -> Path:
+    """Where the counted operations of a step's calibration are recorded."""
+    return step.work.path("calibration-cost", step.identity)
+
+
 def has_unknown_cost(step: Step) -> bool:
     """True for a finished step of unknown cost.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hddm.benchmark.costs import calibration_flop, cost_path, has_unknown_cost, trained_size
+from hddm.benchmark.costs import calibration_path, cost_path, has_unknown_cost, trained_size
 from hddm.benchmark.results import ModelResult
 from hddm.benchmark.steps import Step
 from hddm.experts.ensemble_records import read_ensemble_record
@@ -123,7 +123,7 @@ def _cost_of(step: Step) -> _Cost:
     """What a finished step took, by the equation of `hddm.benchmark.costs`."""
     if step.verb == "sample":
         return _Cost(step.values["num_images"] * step.work.record(cost_path(step))["image"], 0)
-    fitting = calibration_flop(step)
+    fitting: int = step.work.record(calibration_path(step))["flop"]
     if not step.kind.is_training:
         return _Cost(fitting, fitting)
     cost = step.work.record(cost_path(step))
@@ -174,4 +174,4 @@ def model_cost(
 
 def _has_cost(step: Step) -> bool:
     """True for steps of which operations count: trainings, calibrations, and samples to learn from."""
-    return step.is_counted or step.verb == "calibrate"
+    return step.is_counted or step.is_fitted

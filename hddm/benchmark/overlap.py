@@ -52,6 +52,19 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     plan.work.finish(part, {})
 
 
+def steps_before_shared_images(plan: SeedPlan) -> frozenset[str]:
+    """Identities of the steps after which `refuse_shared_images` has more to look at."""
+    found = set()
+    for step in plan.splits.values():
+        found |= {read.identity for read in step.inputs.values()}
+    for step in plan.all:
+        if step.kind.learns or step.writes_ensemble:
+            found |= {read.identity for read in step.inputs.values()}
+        if step.writes_ensemble:
+            found.add(step.identity)
+    return frozenset(found)
+
+
 def _are_done(step: Step) -> bool:
     """True if all that a step reads has been written."""
     return all(read.is_done for read in step.inputs.values())

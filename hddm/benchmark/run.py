@@ -11,18 +11,17 @@ The same command resumes after a kill at any moment: a step that is done is not 
 not continues as its own verb does. Results are written after each seed.
 """
 
-import contextlib
 import datetime
-import io
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.costs import TrainingCost, cost_path, count_sampling, count_training
+from hddm.benchmark.costs import (
+    cost_path,
+)
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.lines import CommandLine, RunCommand
 from hddm.benchmark.objective import compare_objective
@@ -41,13 +40,13 @@ from hddm.benchmark.results import (
     ScoredRow,
     StepRecord,
 )
-from hddm.benchmark.steps import Contents, Step, link_to
+from hddm.benchmark.seed_run import SeedRun, units_with_counting
+from hddm.benchmark.steps import Contents, Step
 from hddm.benchmark.verdicts import compare_rows
 from hddm.data.images import have_equal_pixels
 from hddm.evaluation.results import read_result
 from hddm.objective.records import HeldOutScores, read_scores
-from hddm.training.state import wait_for_run
-from hddm.utils.errors import HddmError, counted, errors_as, shown
+from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import (
     alone,
     check_absent,
@@ -58,14 +57,12 @@ from hddm.utils.files import (
     write_whole,
 )
 from hddm.utils.processes import stoppable
-from hddm.utils.progress import Progress, duration, heard
+from hddm.utils.progress import Progress
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE, HashCache
-from hddm.utils.work import Work, differences, hash_of, machine
-from hddm.utils.workers import Backend, Call, Workers
+from hddm.utils.work import Work, differences, hash_of
+from hddm.utils.workers import Backend, Workers
 
 log = logging.getLogger(__name__)
-COUNTING = 5_000
-"""Units of counting a step's operations."""
 _KEPT = "finished work is saved, and the same command continues"
 
 
@@ -140,9 +137,9 @@ def _run(
     for plan in plans:
         # Of images that are on the disk already.
         refuse_shared_images(plan)
-    left = _left(steps)
-    planned = sum(map(_with_counting, steps))
-    missing = sum(map(_with_counting, left))
+    left = [step for step in steps if not step.is_done]
+    planned = sum(map(units_with_counting, steps))
+    missing = sum(map(units_with_counting, left))
     if left:
         where = f", {file.workers} at a time" if backend is None else ""
         text = f"{counted(len(left), 'step')} to run{where}"
@@ -159,7 +156,7 @@ def _run(
     with backend or Workers(file.workers) as workers, progress:
         progress.skip(planned - missing)
         for k, plan in enumerate(plans, 1):
-            _do_all(plan, out, run, workers, progress, shows_commands)
+            SeedRun(plan, out, run, workers, progress, shows_commands).do_all()
             results = collect(file, plans[:k])
             is_last = k == len(plans)
             if {**before, "date": results.date} == results.model_dump(mode="json"):
@@ -234,140 +231,6 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
             f"what is the same), or pass `overwrite=True` to replace the results",
             map(str, differing),
         )
-
-
-def _with_counting(step: Step) -> int:
-    """Units of progress of a step, and of counting its operations if that is done."""
-    return step.units + (COUNTING if step.is_counted else 0)
-
-
-def _left(steps: Iterable[Step]) -> list[Step]:
-    return [step for step in steps if not step.is_done]
-
-
-def _do_all(
-    plan: SeedPlan,
-    out: Path,
-    run: RunCommand,
-    workers: Backend,
-    progress: Progress,
-    shows_commands: bool,
-) -> None:
-    """Do the steps of a seed that are not done, then count their operations."""
-    reported = Counter[str]()
-
-    def report(call: Call, part: float) -> None:
-        # Of a step that was started again, the part that is done again does not count.
-        before = reported[call.name]
-        reported[call.name] = max(before, int(part * call.units))
-        progress(reported[call.name] - before)
-
-    def start(call: Call) -> None:
-        if shows_commands and call.writes is not None:
-            step = call.arguments["step"]
-            about = plan.file.about.get(step.name)
-            introduction = f"\n{about}\n" if about else ""
-            progress.say(f"{introduction}  {step.shown}")
-
-    def end(call: Call, seconds: float) -> None:
-        report(call, 1.0)
-        if shows_commands and call.writes is not None:
-            progress.say(f"    {call.name}: {duration(seconds)}")
-
-    def call(function: Callable[..., float], step: Step, name: str, **more: Any) -> Call:
-        arguments = {"step": step, "run": run}
-        return Call(function, arguments, name, uses_gpu=step.values.get("device") != "cpu", **more)
-
-    steps = {step.identity: step for step in plan.all}.values()
-    expected = sum(step.is_counted for step in _left(steps))
-    for depth in range(1 + max(step.depth for step in steps)):
-        wave = [step for step in steps if step.depth == depth]
-        # The longest first, so that no worker is idle at the end.
-        todo = sorted(_left(wave), key=lambda step: -step.units)
-        calls = [call(_do, one, one.label, units=one.units, writes=one.result) for one in todo]
-        workers.run(calls, report, start, end)
-        _link(out, [step for step in plan.all if step.depth == depth])
-        refuse_shared_images(plan)
-    uncounted = {}
-    for step in steps:
-        if step.is_counted:
-            cost = cost_path(step)
-            if not step.work.has(cost):
-                uncounted[cost] = step
-    # Units of what was expected to be counted, and shares the count of another step.
-    progress.skip(COUNTING * max(0, expected - len(uncounted)))
-    calls = []
-    for step in uncounted.values():
-        calls.append(call(_count, step, f"operations of {step.label}", units=COUNTING))
-    workers.run(calls, report, start, end)
-
-
-def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
-    """Run a step, whose inputs are done, and record it; return its seconds."""
-    started = time.perf_counter()
-    printed = io.StringIO()
-    if step.kind.is_training:
-        wait_for_run(step.path)
-    if not step.kind.continues:
-        # Of a start that was killed before it could record this step.
-        for remains in step.written.values():
-            remove(remains)
-    step.path.parent.mkdir(parents=True, exist_ok=True)
-    step.link_inputs()
-    with _started(step, printed), heard(report):
-        # What began with other data or settings would be continued after a kill as if it were of these.
-        step.refuse_changed()
-        run([*step.command(), *step.kind.continues])
-        if not step.result.exists():
-            raise HddmError("wrote nothing; a step of a benchmark writes a file or folder")
-        try:
-            step.refuse_changed()
-        except HddmError:
-            step.forget()
-            raise
-    for ending in (".run", ".features"):
-        remove(step.path.with_name(step.path.name + ending))
-    seconds = round(time.perf_counter() - started, 1)
-    record = {
-        "command": step.shown,
-        "seconds": seconds,
-        "machine": machine(),
-        "said": printed.getvalue(),
-    }
-    step.work.finish(step.path, record, step.files)
-    return seconds
-
-
-def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
-    """Count the operations of one image of a training or of a sampling, and record them."""
-    step.link_inputs()
-    line = step.placed_line
-    with _started(step, io.StringIO()), heard(report):
-        if step.verb == "sample":
-            cost = TrainingCost(count_sampling(line, run), 0)
-        else:
-            is_of_few_steps = step.values.get("sampling_steps") is not None
-            cost = count_training(line, run, is_of_few_steps)
-        step.refuse_changed()
-    step.work.finish(cost_path(step), cost._asdict())
-    return 0.0
-
-
-@contextlib.contextmanager
-def _started(step: Step, printed: io.StringIO) -> Iterator[None]:
-    """Block in which a step runs: its errors have its name, and what it prints is kept."""
-    with (
-        errors_as(HddmError, f"step {step.name!r} ({step.shown})"),
-        contextlib.redirect_stdout(printed),
-    ):
-        yield
-
-
-def _link(out: Path, steps: Iterable[Step]) -> None:
-    """Link to what steps wrote by their names, for people to look at."""
-    for step in steps:
-        for ending, path in step.written.items():
-            link_to(out / (step.label + ending), path)
 
 
 def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:

@@ -230,6 +230,11 @@ class Step:
         return self.kind.is_training or self.verb == "sample"
 
     @property
+    def is_fitted(self) -> bool:
+        """True if it may end with a calibration, or is one; this one's operations are counted apart."""
+        return self.kind.is_training or self.verb == "calibrate"
+
+    @property
     def units(self) -> int:
         """About how long it takes, in milliseconds of one core; networks differ, so it is a guess."""
         images, steps = 0, 0

@@ -53,6 +53,8 @@ class Call:
     uses_gpu: bool = True
     writes: Path | None = None
     """A file or folder that is there when it has ended."""
+    after: frozenset[str] = frozenset()
+    """Names of calls that end before it starts; a name that no other call has is of one that has ended."""
 
 
 class Died(HddmError):
@@ -100,6 +102,10 @@ class Backend(ABC):
         self.stop()
 
     @abstractmethod
+    def expect(self, calls: Sequence[Call]) -> None:
+        """Prepare for ``calls`` that are about to start, in their order."""
+
+    @abstractmethod
     def start(self, call: Call) -> Any:
         """Start a call; return what stands for it."""
 
@@ -119,7 +125,7 @@ class Backend(ABC):
         on_end: Callable[[Call, Any], object] = lambda call, result: None,
         keep_going: bool = False,
     ) -> list[Any]:
-        """Results of ``calls``, in their order, in which they also start.
+        """Results of ``calls``, in their order, in which they also start, each once those before it ended.
 
         ``on_report`` gets a call and what it reports, ``on_start`` each call as it starts for the first time,
         ``on_end`` each call and its result.
@@ -127,14 +133,17 @@ class Backend(ABC):
         The first `HddmError` of a call is raised, or with ``keep_going`` is its result. Before an error is
         raised, and `Interrupted` after a signal, all calls that run have saved and ended.
         """
-        waiting, starts = collections.deque(range(len(calls))), collections.Counter[int]()
+        waiting, starts = list(range(len(calls))), collections.Counter[int]()
         running: dict[Any, int] = {}
         results: dict[int, Any] = {}
         with StopRequest() as stop, contextlib.ExitStack() as on_error:
             on_error.callback(self.stop)
+            self.expect(calls)
             while waiting or running:
-                while waiting and len(running) < self.count:
-                    k = waiting.popleft()
+                unfinished = {calls[k].name for k in (*waiting, *running.values())}
+                ready = [k for k in waiting if not calls[k].after & unfinished]
+                for k in ready[: self.count - len(running)]:
+                    waiting.remove(k)
                     starts[k] += 1
                     if starts[k] == 1:
                         on_start(calls[k])
@@ -155,7 +164,7 @@ class Backend(ABC):
                             log.warning(
                                 "%s; restarting it (%d of %d)", how, starts[k], self.retries
                             )
-                            waiting.appendleft(k)
+                            waiting.insert(0, k)
                             continue
                         if starts[k] > 1:
                             how = f"{how}, {starts[k]} times in all"
@@ -176,10 +185,21 @@ class Workers(Backend):
         super().__init__(count, retries)
         self._workers: dict[int, _Worker] = {}
 
+    def expect(self, calls: Sequence[Call]) -> None:
+        # All processes start at once, so that they import what calls need side by side.
+        for slot, call in zip(range(self.count), calls, strict=False):
+            self._worker(slot, call)
+
     def start(self, call: Call) -> "_Worker":
+        slot = next(k for k in range(self.count) if self._is_free(k))
+        worker = self._worker(slot, call)
+        worker.begin(call)
+        return worker
+
+    def _worker(self, slot: int, call: Call) -> "_Worker":
+        """The process of a slot, started where there is none for calls like this one."""
         import torch
 
-        slot = next(k for k in range(self.count) if self._is_free(k))
         cores = os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
@@ -192,8 +212,7 @@ class Workers(Backend):
         if worker is None or worker.variables != variables:
             if worker is not None:
                 worker.end()
-            worker = self._workers[slot] = _Worker(variables)
-        worker.begin(call)
+            worker = self._workers[slot] = _Worker(variables, call.function)
         return worker
 
     def _is_free(self, slot: int) -> bool:
@@ -223,7 +242,7 @@ class Workers(Backend):
 class _Worker:
     """A process that performs one call after another; what it writes to standard error is passed on."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
+    def __init__(self, variables: dict[str, str], function: Callable[..., Any]) -> None:
         self.variables, self.is_busy = variables, False
         self._output, self._read = tempfile.TemporaryFile(), 0  # noqa: SIM115
         context = multiprocessing.get_context("spawn")
@@ -237,13 +256,17 @@ class _Worker:
         finally:
             os.dup2(ours, 2)
             os.close(ours)
+        self._send(function)
 
     def begin(self, call: Call) -> None:
         """Send a call to the process."""
         self.is_busy = True
-        # It may have died since the last call, which `received` reports.
+        self._send((call.function, call.arguments))
+
+    def _send(self, message: Any) -> None:
+        # It may have died since the last message, which `received` reports.
         with contextlib.suppress(OSError):
-            self.connection.send((call.function, call.arguments))
+            self.connection.send(message)
 
     def received(self) -> list[tuple[bool, Any]]:
         """Return what has come since the last time, as in an `Event`."""
@@ -306,6 +329,8 @@ def _serve(connection: Connection) -> None:
             connection.send((False, values))
 
     with contextlib.suppress(EOFError, OSError):
+        # A function of the calls to come: its module is imported before the first of them is there.
+        connection.recv()
         while True:
             function, arguments = connection.recv()
             connection.send((True, perform(function, arguments, report)))

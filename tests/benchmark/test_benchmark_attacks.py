@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from hddm.benchmark import run
+from hddm.benchmark import seed_run
 from hddm.benchmark.costs import cost_path, count_training
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
 from hddm.benchmark.lines import Line, RunCommand, Settings
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import read_results
+from hddm.benchmark.run import run_benchmark
 from hddm.utils.records import parse_record
 from hddm.utils.work import Work
 from hddm_cli.app import run_words
@@ -170,7 +171,7 @@ def test_scores_of_data_that_changed_meanwhile_are_not_kept_for_the_old_data(
 
     lines = Changing("evaluate", remove_half)
     with inline():
-        told = refusal(run.run_benchmark, small(), tmp_path / "out", lines, data=mine, jobs=jobs)
+        told = refusal(run_benchmark, small(), tmp_path / "out", lines, data=mine, jobs=jobs)
     assert f"{mine}/test: has changed since the benchmark was started" in told
     shutil.rmtree(mine)
     shutil.copytree(data, mine)
@@ -190,7 +191,7 @@ def test_a_training_by_a_file_of_settings_that_changed_meanwhile_is_not_kept(
     lines = Changing(verb, lambda: config.write_text("learning_rate: 0.02\n") and None)
     with inline() as told:
         refused = refusal(
-            run.run_benchmark, small(steps=steps), tmp_path / "out", lines, data=data, jobs=jobs
+            run_benchmark, small(steps=steps), tmp_path / "out", lines, data=data, jobs=jobs
         )
     assert f"{config}: has changed since the benchmark was started" in refused
     assert "train" in [words[0] for words in told]
@@ -263,7 +264,7 @@ def test_trajectories_of_the_teacher_are_a_cost_of_a_student(
     plan = plan_of(data, jobs, steps=steps)
     costs = {}
     for name in ("any", "few"):
-        run._count(plan.steps[name], run_words, lambda part: None)
+        seed_run._count(plan.steps[name], run_words, lambda part: None)
         costs[name] = plan.work.record(cost_path(plan.steps[name]))
     # A trajectory of the teacher takes several evaluations, each a forward pass of at most a third of a step.
     assert costs["few"]["trajectory"] > costs["few"]["image"] / 3
@@ -365,7 +366,7 @@ def test_samples_of_another_device_are_no_hindrance(
     process = in_a_process(_sample, words, moment)
     process.join()
     assert process.exitcode == (0 if moment is None else -9)
-    run._do(step, run_words, lambda part: None)
+    seed_run._do(step, run_words, lambda part: None)
     assert step.is_done
     assert json.loads((step.path / "sampling.json").read_text())["device"] == "cpu"
 
@@ -389,7 +390,7 @@ def test_experts_of_all_shards_go_on_with_other_threads(
     assert before.identity == step.identity
     before.link_inputs()
     run_words(before.command())
-    run._do(step, run_words, lambda part: None)
+    seed_run._do(step, run_words, lambda part: None)
     assert step.is_done
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hddm.benchmark import run
+from hddm.benchmark import seed_run
 from hddm.benchmark.costs import (
     calibration_flop,
     cost_path,
@@ -17,6 +17,7 @@ from hddm.benchmark.costs import (
     trained_size,
 )
 from hddm.benchmark.overlap import refuse_shared_images
+from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.steps import Step
 from hddm.experts.loading import load
 from hddm.experts.record_folders import read_router
@@ -277,16 +278,16 @@ def test_experts_of_a_part_of_noise_are_counted(data: Path, jobs: Path, tmp_path
 def test_results_name_all_machines_that_did_their_steps(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:
-    other = {**run.machine(), "processor": "another one"}
+    other = {**seed_run.machine(), "processor": "another one"}
     steps = {**SMALL["steps"], "more": f"{TRAIN} --steps 5"}
-    with mock.patch.object(run, "machine", return_value=other):
+    with mock.patch.object(seed_run, "machine", return_value=other):
         changed = small(steps=steps, rows={"more": "$more"})
         results = run_inline(changed, tmp_path / "new", data, jobs=jobs)
     assert [one["processor"] for one in results.machines].count("another one") == 1
     assert len(results.machines) == 2
     page = (tmp_path / "new" / "report.html").read_text()
     assert "another one" in page
-    assert run.machine()["processor"] in page
+    assert seed_run.machine()["processor"] in page
 
 
 # Images that it must not have seen.
@@ -374,7 +375,7 @@ def test_shards_that_are_there_already_are_looked_at_before_anything_runs(own: P
     steps = {"parts": "partition $data/reference/shard_0/images --shards 1"} | OWN_SHARDS["steps"]
     chosen = small(steps=steps, evaluate={**evaluate, "reference": "$data/test"}, seeds=[0, 1])
     with inline() as commands:
-        told = refusal(run.run_benchmark, chosen, own / "out", LINES, data=own)
+        told = refusal(run_benchmark, chosen, own / "out", LINES, data=own)
     assert "are also training images of" in told
     assert commands == []
 

@@ -12,6 +12,7 @@ from hddm.benchmark import steps as steps_module
 from hddm.benchmark.file import TAKEN, BenchmarkFile, preset_names, read_benchmark
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.run import commands
+from hddm.benchmark.seed_run import longest_first
 from hddm.benchmark.steps import Step
 from hddm.utils.work import Work
 from hddm_cli.lines import LINES
@@ -81,6 +82,20 @@ def test_a_training_by_diffusers_is_expected_to_take_as_long_as_one_of_ours(data
     }
     found = _steps(data, steps=steps)
     assert found["old"].units == found["like-old"].units > 100_000
+
+
+def test_what_most_work_waits_for_runs_first(tmp_path: Path) -> None:
+    plan = SeedPlan(read_benchmark("quickstart"), 0, Work(tmp_path), LINES)
+    order = longest_first(plan.all)
+    names = [step.name for step in order]
+    assert names[:3] == ["digits", "shards-old", "old-pipeline"]
+    # Although each of the new experts takes half as many steps as fine-tuning.
+    assert names.index("router") > names.index("fine-tuned")
+    before: set[str] = set()
+    for step in order:
+        assert {read.identity for read in step.inputs.values()} <= before
+        before.add(step.identity)
+    assert sorted(names) == sorted(step.name for step in plan.all)
 
 
 def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -46,6 +47,37 @@ def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
     assert sorted(number for what, number in told if what == "ends") == [1, 4, 9, 16]
     under_way = list(itertools.accumulate(1 if what == "begins" else -1 for what, _ in told))
     assert (max(under_way), under_way[-1]) == (2, 0)
+
+
+@pytest.mark.integration
+def test_a_call_starts_once_those_before_it_have_ended(workers: Workers) -> None:
+    calls = [
+        Call(chores.square, {"value": 1, "seconds": 0.5}, "long"),
+        Call(chores.square, {"value": 2, "seconds": 0}, "last", after=frozenset({"long", "free"})),
+        Call(chores.square, {"value": 3, "seconds": 0}, "free", after=frozenset({"done before"})),
+    ]
+    told: list[str] = []
+    results = workers.run(
+        calls,
+        on_start=lambda call: told.append(call.name),
+        on_end=lambda call, result: told.append(f"{call.name} ended"),
+    )
+    assert results == [1, 4, 9]
+    assert told == ["long", "free", "free ended", "long ended", "last", "last ended"]
+
+
+@pytest.mark.integration
+def test_all_processes_start_before_the_first_call() -> None:
+    before = set(multiprocessing.active_children())
+    started: list[int] = []
+
+    def count(call: Call) -> None:
+        started.append(len(set(multiprocessing.active_children()) - before))
+
+    calls = [Call(chores.square, {"value": n, "seconds": 0}, f"call {n}") for n in (1, 2, 3)]
+    with Workers(2) as pool:
+        pool.run(calls, on_start=count)
+    assert started == [2, 2, 2]
 
 
 @pytest.mark.integration
