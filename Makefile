@@ -4,10 +4,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# uv installs where it is there: with a cache it takes seconds. It does not read pip's settings; make UV= takes pip.
+UV ?= $(shell command -v uv)
 # pip would compile all modules of all packages, most of which no command imports. Python compiles a module when
 # it is first imported, and keeps the result only while this variable is empty.
 export PYTHONDONTWRITEBYTECODE =
-INSTALL = $(BIN)/python -m pip install --no-compile --editable
+PIP = $(BIN)/python -m pip install --no-compile
+INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) --editable
 SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
 .PHONY: quickstart test soak docs check wheel-check clean
