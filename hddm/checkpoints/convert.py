@@ -45,19 +45,28 @@ from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, EDMSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
-from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
+from hddm.utils.files import (
+    check_absent,
+    copy_file,
+    new_folder,
+    refuse_full_disk,
+    sha256_of,
+    write_json,
+)
 from hddm.utils.hub import Wanted, local
 from hddm.utils.processes import switched
 from hddm.utils.progress import Progress
 from hddm.utils.records import WEIGHTS, write_manifest
 from hddm.utils.streams import Use, generator
-from hddm.utils.tensors import append_dims, write_safetensors
+from hddm.utils.tensors import append_dims, has_header_of, holds_exactly, write_safetensors
 from hddm.velocity import VelocityField
 
 TIMES = (0.05, 0.5, 0.95)
 """Shares of the range of t that schedule and expert cover: each costs a run of both networks."""
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_VELOCITY_ERROR = 1e-4
+_METADATA = {"format": "pt"}
+"""Of weights files, as diffusers writes them."""
 _TOGETHER = 32 * 32
 """Pixels of states that are compared at several noise levels at once; larger ones take memory."""
 
@@ -158,14 +167,10 @@ def write(
     check_absent(out, EXPERT_FILE, overwrite)
     refuse_full_disk(out, plan.size)
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        with ThreadPoolExecutor(1) as pool:
-            hashes = {path.name: pool.submit(sha256_of, path) for path in plan.source.files}
-            written = write_network(draft, plan.built)
+        written, files = _write_or_copy(plan, draft)
         origin = plan.record.source
         assert origin is not None
-        origin = origin.model_copy(
-            update={"files": {name: one.result() for name, one in hashes.items()}}
-        )
+        origin = origin.model_copy(update={"files": files})
         # Loading refuses NaN and values that no fit gives.
         if plan.source.record is not None and Calibration.load(plan.source.path) is not None:
             shutil.copyfile(plan.source.path / CALIBRATION, draft / CALIBRATION)
@@ -184,8 +189,38 @@ def write(
         return _checked(plan, draft) if check else None
 
 
+def _write_or_copy(plan: ConversionPlan, folder: Path) -> tuple[str, dict[str, str]]:
+    """Write the network; return the SHA-256 of its weights, and those of the source's files by name.
+
+    Where the only file of the source is, byte by byte, what would be written, it is copied and has one hash.
+    """
+    files, tensors = plan.source.files, plan.built.tensors
+    weights = folder / WEIGHTS
+    with ThreadPoolExecutor(1) as pool:
+        if len(files) == 1 and has_header_of(files[0], tensors, _METADATA):
+            with Progress(files[0].stat().st_size, "copy the weights") as progress:
+                copy_file(files[0], weights, progress)
+            copied = pool.submit(sha256_of, weights)
+            with Progress(len(tensors), "check the weights") as progress:
+                is_same = holds_exactly(weights, tensors, True, progress)
+            if is_same:
+                _write_config(folder, plan.built)
+                return copied.result(), {files[0].name: copied.result()}
+            copied.result()
+            weights.unlink()
+        hashes = {path.name: pool.submit(sha256_of, path) for path in files}
+        written = write_network(folder, plan.built)
+    return written, {name: one.result() for name, one in hashes.items()}
+
+
 def write_network(folder: Path, built: Built) -> str:
     """Write ``config.json`` and the weights, one tensor at a time; return the SHA-256 of the weights."""
+    _write_config(folder, built)
+    with Progress(len(built.tensors), "write the weights") as progress:
+        return write_safetensors(folder / WEIGHTS, built.tensors, _METADATA, True, progress)
+
+
+def _write_config(folder: Path, built: Built) -> None:
     config: dict[str, Any] = {
         "_class_name": type(built.network).__name__,
         "_diffusers_version": diffusers.__version__,
@@ -198,8 +233,6 @@ def write_network(folder: Path, built: Built) -> str:
     family = family_of(built.network)
     if family is not None:
         family.write_parts(built.network, folder)
-    with Progress(len(built.tensors), "write the weights") as progress:
-        return write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
 
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
@@ -272,23 +305,39 @@ def _class_forward(source: Checkpoint) -> Forward:
     return NetworkWrapper(source.network).full_output
 
 
+_LAYERS = (nn.functional.linear, nn.functional.conv2d)
+"""Functions whose results never share memory with the weight, their second argument."""
+
+
 class _InFloat32(TorchFunctionMode):
     """Casts each parameter where it is used, so that memory never holds a large network as a whole.
 
-    All tensors are brought to ``device`` where they meet: networks stay where they are mapped.
+    The weights of layers are cast into one place of memory, since new memory costs more than the cast. All
+    tensors are brought to ``device`` where they meet: networks stay where they are mapped.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        self._place = torch.empty(0, device=device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func in _LAYERS and len(args) > 1 and isinstance(args[1], nn.Parameter):
+            args = (args[0], self._in_place(args[1]), *args[2:])
         named: dict[str, Any] = {}
         for key, value in (kwargs or {}).items():
             named[key] = self._cast(value)
         return func(*map(self._cast, args), **named)
+
+    def _in_place(self, weight: nn.Parameter) -> Tensor:
+        """A layer's weight in float32, for the next call alone."""
+        if weight.dtype == torch.float32 and weight.device == self._device:
+            return weight
+        if len(self._place) < weight.numel():
+            self._place = torch.empty(weight.numel(), device=self._device)
+        return self._place[: weight.numel()].view(weight.shape).copy_(weight)
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, list | tuple):

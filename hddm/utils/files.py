@@ -402,6 +402,28 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def copy_file(
+    source: Path, target: Path, on_bytes: Callable[[int], None] = lambda count: None
+) -> None:
+    """Copy the content of a file to a new one; where the file system can, they share it on the disk.
+
+    ``on_bytes`` hears how many bytes were copied. Raises `HddmError` as `opened` and `writing`.
+    """
+    with opened(source) as file, writing(target), target.open("xb") as copy:
+        copied = 0
+        try:
+            while count := os.copy_file_range(file.fileno(), copy.fileno(), _COPIED):
+                copied += count
+                on_bytes(count)
+        except (AttributeError, OSError):
+            if copied:
+                raise
+            # Not on this operating system, or not between these file systems.
+            while piece := file.read(_COPIED):
+                copy.write(piece)
+                on_bytes(len(piece))
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write indented JSON with a final newline."""
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -527,4 +549,6 @@ def sha256_once(path: Path) -> str:
     return _HASHES[identity]
 
 
+_COPIED = 2**26
+"""Bytes that are copied at once, between two reports."""
 _HASHES: dict[tuple[int, ...], str] = {}

@@ -9,18 +9,20 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import writing
+from hddm.utils.files import opened, writing
 from hddm.utils.processes import is_first
 from hddm.utils.weights_headers import stated_tensors, unreadable
 
@@ -130,7 +132,7 @@ def _parameters(network: object) -> Iterator[Tensor]:
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Refuse weights of the file ``path`` with NaN or Inf; the error names the first such tensor."""
     for key, value in weights.items():
-        if not _is_finite(value):
+        if not all(map(_is_finite, _pieces(value))):
             raise HddmError(f"{path}: {key!r} holds NaN or Inf; get the weights again")
 
 
@@ -214,8 +216,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: index for index, dtype in enumerate(DTYPE_NAMES)}
 _PIECE = 4 * 2**20
 """Bytes checked and written at once: about a cache's size, so memory is read once."""
-_FEW = 2**14
-"""Numbers that torch sums without its threads, which wait for one another longer than a piece takes."""
+_FEW = 2**17
+"""Numbers that are checked at once: their bits are copied for it, and the copy stays in the cache."""
+_UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,41 @@ def write_safetensors(
     return digest.hexdigest()
 
 
+def has_header_of(
+    path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str] | None = None
+) -> bool:
+    """True if the file ``path`` begins as `write_safetensors` would, so that only its numbers may differ."""
+    header, _ = _header(tensors, metadata or {})
+    with opened(path) as file:
+        return file.read(len(header)) == header
+
+
+def holds_exactly(
+    path: Path,
+    tensors: Sequence[Planned],
+    check_finite: bool = False,
+    on_tensor: Callable[[int], None] = lambda count: None,
+) -> bool:
+    """True if the file ``path`` of these names holds just these numbers, bit by bit.
+
+    Raises `HddmError` as `write_safetensors`, and `read_safetensors`.
+    """
+    held = read_safetensors(path)
+    for planned in tensors:
+        there = _pieces(held[planned.name])
+        for piece in _checked_pieces(planned, path, check_finite):
+            if not _are_equal(piece, next(there).view(torch.uint8).numpy().data):
+                return False
+        on_tensor(1)
+    return True
+
+
+def _are_equal(one: memoryview, other: memoryview) -> bool:
+    """Compare bytes, eight at a time where that is possible."""
+    kind = np.uint64 if one.nbytes % 8 == 0 else np.uint8
+    return np.array_equal(np.frombuffer(one, kind), np.frombuffer(other, kind))
+
+
 def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[Planned]]:
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     ordered = sorted(tensors, key=lambda planned: (_ORDER[planned.dtype], planned.name))
@@ -288,7 +326,7 @@ def _checked_pieces(planned: Planned, path: Path, check_finite: bool) -> Iterato
     if (found := f"{tuple(tensor.shape)} in {tensor.dtype}") != stated:
         raise HddmError(f"{name} is {found}, not {stated} as planned; is the file being changed?")
     for piece in _pieces(tensor):
-        if check_finite and not all(map(_is_finite, piece.split(_FEW))):
+        if check_finite and not _is_finite(piece):
             raise HddmError(f"{name} holds NaN or Inf; get the weights again")
         yield piece.view(torch.uint8).numpy().data
 
@@ -300,12 +338,24 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _is_finite(piece: Tensor) -> bool:
-    if not (piece.is_floating_point() or piece.is_complex()):
+    """True for a flat piece on the CPU without NaN and Inf.
+
+    Only these have an exponent of ones alone, so without the sign bit their bits are the largest numbers.
+    That takes a third of the time of torch's own check, whose threads wait for one another.
+    """
+    if piece.is_complex():
+        piece = torch.view_as_real(piece).reshape(-1)
+    if not piece.is_floating_point():
         return True
     if piece.itemsize == 1:
-        piece = piece.float()
-    # Only finite numbers have a finite sum; a sum that overflows needs the full check.
-    return bool(piece.sum().isfinite()) or bool(piece.isfinite().all())
+        return bool(piece.float().isfinite().all())
+    infinite = torch.tensor(math.inf, dtype=piece.dtype).view(_UNSIGNED[piece.itemsize])
+    least = np.left_shift(infinite.numpy(), 1)
+    bits = piece.view(_UNSIGNED[piece.itemsize]).numpy()
+    return all(
+        np.left_shift(bits[start : start + _FEW], 1).max() < least
+        for start in range(0, len(bits), _FEW)
+    )
 
 
 def within(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,12 @@ from hddm.checkpoints import convert
 from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.expert import Expert
 from hddm.experts.expert_folders import save_expert
-from hddm.experts.records import ExpertRecord
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
+from hddm.utils.records import damage
 from hddm.velocity import PredictionType
 from tests.artefacts import Command, contents, edit_json, largest_file
 from tests.checkpoint_files import (
@@ -284,6 +287,67 @@ def test_a_dit_in_half_precision_is_converted_and_stays_in_it(
     }
     velocity = library.load(tmp_path / "half").velocity(torch.randn(2, 2, 8, 8), torch.tensor(0.5))
     assert velocity.isfinite().all()
+
+
+def test_a_file_that_would_be_written_as_it_is_is_copied_and_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pipeline(tmp_path / "dit", dit())
+    hashed: list[str] = []
+
+    def count(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(convert, "sha256_of", count)
+    monkeypatch.setattr(convert, "write_safetensors", None)
+    convert.write(plan_conversion(source, Conversion()), tmp_path / "out")
+    weights = source / "transformer" / WEIGHTS
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == weights.read_bytes()
+    assert hashed == [WEIGHTS]
+    record = read_expert_record(tmp_path / "out").source
+    assert record is not None
+    assert record.files == {WEIGHTS: sha256_of(weights)}
+    assert not list(damage(tmp_path / "out", EXPERT_FILE))
+
+
+def test_a_file_with_other_numbers_is_not_taken_for_what_would_be_written(tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "dit", dit())
+    plan = plan_conversion(source, Conversion())
+    first, *others = plan.built.tensors
+    other = replace(first, read=lambda: first.read() + 1)
+    changed = replace(plan, built=replace(plan.built, tensors=[*others, other]))
+    convert.write(changed, tmp_path / "out", check=False)
+    found = load_file(tmp_path / "out" / WEIGHTS)
+    assert torch.equal(found[first.name], first.read() + 1)
+    assert all(torch.equal(found[one.name], one.read()) for one in others)
+    assert not list(damage(tmp_path / "out", EXPERT_FILE))
+
+
+def test_a_copied_file_with_a_number_that_is_not_finite_is_refused(
+    hddm: Command, tmp_path: Path
+) -> None:
+    network = dit()
+    next(network.parameters()).data.view(-1)[-1] = float("nan")
+    assert "holds NaN or Inf; get the weights again" in refused(
+        hddm, pipeline(tmp_path / "dit", network)
+    )
+
+
+@pytest.mark.parametrize("made", [dit, plain_unet], ids=["linear layers", "convolutions"])
+def test_weights_that_are_cast_where_they_are_used_are_those_of_float32(
+    made: Callable[[], ModelMixin],
+) -> None:
+    network = made().to(torch.bfloat16).eval()
+    side = network.config.sample_size
+    state = torch.randn(2, network.config.in_channels, side, side)
+    own = {"class_labels": torch.tensor([0, 1])} if made is dit else {}
+    timestep = torch.tensor([10, 900])
+    with torch.no_grad():
+        with convert._InFloat32(torch.device("cpu")):
+            found = network(state, timestep, **own).sample
+        expected = network.float()(state, timestep, **own).sample
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.integration

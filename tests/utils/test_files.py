@@ -1,10 +1,12 @@
 """Files and folders appear whole or not at all, whoever else writes them; locks name their holder."""
 
+import errno
 import fcntl
 import json
 import multiprocessing
 import os
 import platform
+import random
 import subprocess
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hddm.utils import files
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
     check_absent,
+    copy_file,
     locked,
     new_folder,
     read_json,
@@ -183,6 +187,27 @@ def test_a_file_is_replaced_once_the_new_is_on_disk(
     # First the draft, while the old file has the name; then the folder, which lists the new one.
     assert events == [(inodes[0], "old"), (tmp_path.stat().st_ino, "new")]
     assert contents(tmp_path) == {"record.json": b"new"}
+
+
+@pytest.mark.parametrize("is_possible", [True, False])
+def test_a_copy_is_the_same_whoever_copies(
+    is_possible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_possible:
+
+        def refuse(*_: int) -> int:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    monkeypatch.setattr(files, "_COPIED", 1000)
+    (tmp_path / "a").write_bytes(random.Random(0).randbytes(2500))
+    heard: list[int] = []
+    copy_file(tmp_path / "a", tmp_path / "b", heard.append)
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    assert heard == [1000, 1000, 500]
+    assert "File exists" in refusal(copy_file, tmp_path / "a", tmp_path / "b")
+    with largest_file(1500):
+        assert "c" in refusal(copy_file, tmp_path / "a", tmp_path / "c")
 
 
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files of weights: mapped, streamed and read in shards; what means harm is refused before it costs."""
 
 import json
+import math
 import os
 import random
 import zipfile
@@ -14,7 +15,16 @@ from torch import Tensor
 
 from hddm.networks.components import read_index
 from hddm.utils.files import file_kind, inside, sha256_of
-from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
+from hddm.utils.tensors import (
+    Planned,
+    TensorInfo,
+    has_header_of,
+    holds_exactly,
+    read_header,
+    read_safetensors,
+    refuse_non_finite,
+    write_safetensors,
+)
 from tests.artefacts import largest_file, refusal
 from tests.hostile import Calls, address_space, attempts, grown_by, save, zipped
 from tests.mutations import spoil
@@ -342,6 +352,56 @@ def test_values_that_are_not_finite_are_refused_by_key_and_origin(tmp_path: Path
         message = refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
         assert message == "a.pt: 'weight' holds NaN or Inf; get the weights again"
         assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("dtype", [one for one in DTYPES if one.is_floating_point], ids=str)
+def test_the_largest_and_the_smallest_numbers_are_finite(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    kind = torch.finfo(dtype)
+    values = torch.tensor([kind.max, kind.min, kind.tiny, -kind.tiny, 0.0, -0.0]).to(dtype)
+    if dtype == torch.float64:
+        values = torch.tensor([kind.max, kind.min, 5e-324, -5e-324], dtype=dtype)
+    path = tmp_path / "a.safetensors"
+    # Their sum overflows.
+    values = values.repeat(3)
+    write_safetensors(path, _planned({"a": values}), check_finite=True)
+    _assert_same(load_file(path), {"a": values})
+    refuse_non_finite(path, {"a": values})
+    for wrong in (math.inf, -math.inf, math.nan, -math.nan):
+        spoilt = values.clone()
+        spoilt[4] = torch.tensor(wrong).to(dtype)
+        # The format of four bits for the exponent alone has no Inf.
+        if not spoilt[4].float().isfinite():
+            assert "'a' holds NaN or Inf" in refusal(refuse_non_finite, path, {"a": spoilt})
+
+
+def test_a_file_is_known_by_its_names_and_by_its_bits(tmp_path: Path) -> None:
+    tensors = {name: value.detach() for name, value in _tensors().items()}
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, _planned(tensors), {"format": "pt"})
+    assert has_header_of(path, _planned(tensors), {"format": "pt"})
+    assert holds_exactly(path, _planned(tensors), check_finite=True)
+    assert not has_header_of(path, _planned(tensors))
+    assert not has_header_of(path, _planned({**tensors, "scalar": torch.ones(1)}), {"format": "pt"})
+    for name in ("scalar", "turned", "t0", "t3", "t10"):
+        spoilt = tensors[name].clone().contiguous()
+        # Of the lowest bit, which -0.0 instead of 0.0 shows too.
+        spoilt.view(-1)[-1:].view(torch.uint8)[0] ^= 1
+        changed = _planned({**tensors, name: spoilt})
+        assert has_header_of(path, changed, {"format": "pt"})
+        assert not holds_exactly(path, changed)
+
+
+def test_what_other_tools_write_of_the_same_tensors_has_our_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {
+        "b.weight": torch.ones(3, 2),
+        "a.weight": torch.ones(2).to(torch.bfloat16),
+        "b.bias": torch.ones(3),
+    }
+    save_file(tensors, path, {"format": "pt"})
+    assert has_header_of(path, _planned(tensors), {"format": "pt"})
 
 
 def test_a_tensor_unlike_its_plan_leaves_no_file(tmp_path: Path) -> None:
