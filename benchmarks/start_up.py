@@ -1,8 +1,7 @@
 """Processor time and memory of commands: `python -m benchmarks.start_up`, beside libraries alone.
 
 Records and refusals should take no more than 0.8 s of processor time, and verbs that compute little more than
-libraries take to import, with one network. Records of schedules of betas take as long as the libraries that
-compute them. Each run is a process of its own, of one thread, and all take
+libraries take to import, with one network. Each run is a process of its own, of one thread, and all take
 turns. The least counts: others waited for the machine. ``--before CHECKOUT`` measures an older checkout in
 the same run.
 """

@@ -26,47 +26,21 @@ import torch
 from torch import Tensor
 
 from hddm.predictions import PredictionType, from_edm
+from hddm.schedule_records import (
+    EDM_FAMILY,
+    EDM_KEYS,
+    FAMILIES,
+    FLOW_MATCH_FAMILY,
+    MOST_STEPS,
+    SCHEDULE_KEYS,
+)
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json
 from hddm.utils.tensors import to_float64
 
 logger = logging.getLogger(__name__)
 
-DDPM_FAMILY = (
-    "DDPMScheduler",
-    "DDPMParallelScheduler",
-    "DDIMScheduler",
-    "DDIMInverseScheduler",
-    "DDIMParallelScheduler",
-    "DEISMultistepScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverMultistepInverseScheduler",
-    "DPMSolverSinglestepScheduler",
-    "EulerDiscreteScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "LCMScheduler",
-    "LMSDiscreteScheduler",
-    "PNDMScheduler",
-    "SASolverScheduler",
-    "TCDScheduler",
-    "UniPCMultistepScheduler",
-)
-FLOW_MATCH_FAMILY = (
-    "FlowMatchEulerDiscreteScheduler",
-    "FlowMatchHeunDiscreteScheduler",
-    "FlowMatchLCMScheduler",
-)
-EDM_FAMILY = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
-FAMILIES = (DDPM_FAMILY, FLOW_MATCH_FAMILY, EDM_FAMILY)
-MOST_STEPS = 100_000
 LARGEST_SIGMA = 1e6
-_EDM_KEYS = ("sigma_min", "sigma_max", "sigma_data")
-# The keys that fix a training schedule; all others of these classes belong to sampling.
-_BETAS = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
-_SCHEDULE_KEYS = ("num_train_timesteps", *_BETAS, "rescale_betas_zero_snr")
 _FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
 
 
@@ -239,7 +213,7 @@ class EDMSchedule(Schedule):
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in _EDM_KEYS:
+        for name in EDM_KEYS:
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 1 / LARGEST_SIGMA <= value <= LARGEST_SIGMA:
@@ -257,7 +231,7 @@ class EDMSchedule(Schedule):
 
     @property
     def config(self) -> dict[str, Any]:
-        return {"name": "edm", **{name: getattr(self, name) for name in _EDM_KEYS}}
+        return {"name": "edm", **{name: getattr(self, name) for name in EDM_KEYS}}
 
     def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
         sigma = torch.exp(4 * time)
@@ -379,7 +353,7 @@ def from_diffusers(source: object) -> Schedule:
     if config.get("timestep_type") == "continuous":
         raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is not a DDPM schedule")
     parameters, given = _parameters(name), dict[str, Any]()
-    for key in _SCHEDULE_KEYS:
+    for key in SCHEDULE_KEYS:
         if key in config:
             # A live config may hold an array, which a record cannot.
             given[key] = config[key].tolist() if hasattr(config[key], "tolist") else config[key]
@@ -404,7 +378,7 @@ def from_diffusers(source: object) -> Schedule:
 def _edm_schedule(config: Mapping[str, Any], name: str, origin: str) -> EDMSchedule:
     """The schedule of an EDM scheduler's config; defaults are those of its class ``name``."""
     parameters, given = _parameters(name), dict[str, Any]()
-    for key in _EDM_KEYS:
+    for key in EDM_KEYS:
         given[key] = config.get(key, parameters[key].default)
         if key not in config:
             logger.info("%s: %s is missing; %s's default is %s", origin, key, name, given[key])
@@ -492,7 +466,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
             return LinearSchedule()
         case {"name": "cosine", **rest} if not rest:
             return CosineSchedule()
-        case {"name": "edm", **rest} if set(rest) == set(_EDM_KEYS):
+        case {"name": "edm", **rest} if set(rest) == set(EDM_KEYS):
             return EDMSchedule(**rest)
         case {"name": "discrete", "betas": betas, **rest} if not rest:
             try:

@@ -19,8 +19,8 @@ from hddm.checkpoints.presets import Preset, is_edm, is_near
 from hddm.checkpoints.sources import Checkpoint
 from hddm.networks.families.family import IN_LATENTS, Interface
 from hddm.predictions import PredictionType
+from hddm.schedule_records import FLOW_MATCH_FAMILY
 from hddm.schedules import (
-    FLOW_MATCH_FAMILY,
     DiscreteSchedule,
     EDMSchedule,
     LinearSchedule,

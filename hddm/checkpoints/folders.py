@@ -49,7 +49,7 @@ from hddm.networks.folders import (
 from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.networks.vae import identify_vae, scale_and_shift
-from hddm.schedules import DDPM_FAMILY, FAMILIES
+from hddm.schedule_records import DDPM_FAMILY, FAMILIES
 from hddm.settings import Conversion, Reading
 from hddm.utils.documents import parse_yaml
 from hddm.utils.errors import HddmError, an, did_you_mean, errors_as, one_line, shown

@@ -16,7 +16,7 @@ from hddm.checkpoints.presets import Kind, Preset, choose_preset, fitting, is_ne
 from hddm.checkpoints.sources import REMEDY, Declared, Weights
 from hddm.networks.encoders import KL, STABLE_DIFFUSION_SCALE
 from hddm.predictions import PredictionType
-from hddm.schedules import MOST_STEPS
+from hddm.schedule_records import MOST_STEPS
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, Unstated, shown
 

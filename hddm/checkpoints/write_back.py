@@ -37,9 +37,8 @@ from hddm.networks.prompts import (
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.predictions import PredictionType, to_edm
+from hddm.schedule_records import EDM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.schedules import (
-    EDM_FAMILY,
-    FLOW_MATCH_FAMILY,
     DiscreteSchedule,
     EDMSchedule,
     LinearSchedule,

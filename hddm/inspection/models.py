@@ -19,6 +19,7 @@ from hddm.experts.expert import experts_in
 from hddm.experts.records import FORMAT, ExpertRecord, RouterRecord, read_expert_record
 from hddm.experts.shares import domains_of, weights_of
 from hddm.fit import Findings
+from hddm.schedule_records import stated_range
 from hddm.topic_records import read_topic_record
 from hddm.utils.errors import counted
 from hddm.utils.files import read_json
@@ -33,9 +34,6 @@ from hddm.utils.records import (
     read_record,
 )
 from hddm.utils.weights_headers import stated_tensors
-
-WHOLE = ({"name": "linear"}, {"name": "cosine"})
-"""Schedules that cover all noise levels, whatever the scale of the data; no other needs to be built here."""
 
 
 def _expert(folder: Path) -> dict[str, Any]:
@@ -70,13 +68,14 @@ def _expert(folder: Path) -> dict[str, Any]:
 
 def _schedule_range(record: ExpertRecord) -> list[float]:
     """The noise levels that an expert's schedule covers, on the common path."""
-    if record.schedule in WHOLE:
-        return [0.0, 1.0]
-    # Imported here: it imports torch, and for betas diffusers, whose values they are.
+    stated = stated_range(record.schedule, record.units.scale)
+    if stated is not None:
+        return [float(f"{t:.5g}") for t in stated]
+    # Imported here: it imports torch.
     from hddm.schedules import from_config
 
     path = from_config(record.schedule)
-    return list(path.range_of(record.units.scale * path.data_scale))
+    return [float(f"{t:.5g}") for t in path.range_of(record.units.scale * path.data_scale)]
 
 
 def _router(folder: Path) -> dict[str, Any]:

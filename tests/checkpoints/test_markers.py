@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hddm as library
 from hddm.networks.vae import read_vae, scaling_of
-from hddm.schedules import MOST_STEPS
+from hddm.schedule_records import MOST_STEPS
 from tests.artefacts import Command
 from tests.checkpoint_files import converted, record_of, refused, text_unet
 from tests.ldm_files import SIZES, XL, ldm_unet, tiny_pipeline, whole_file

@@ -4,16 +4,18 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 
+from hddm.schedule_records import DDPM_FAMILY, FLOW_MATCH_FAMILY, stated_range
 from hddm.schedules import (
-    DDPM_FAMILY,
-    FLOW_MATCH_FAMILY,
+    CosineSchedule,
     DiscreteSchedule,
+    EDMSchedule,
     LinearSchedule,
     Schedule,
     from_config,
@@ -256,3 +258,56 @@ def test_betas_can_be_recorded() -> None:
     again = from_config(json.loads(json.dumps(own.config)))
     assert torch.equal(_alphas(again), _alphas(own))
     assert "not numbers" in refusal(from_config, {"name": "discrete", "betas": [None, "a"]})
+
+
+STATED = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012}
+STATED = {**STATED, "beta_schedule": "scaled_linear", "_class_name": "PNDMScheduler"}
+
+
+@pytest.mark.parametrize("name", [*BETAS, "two steps"])
+def test_a_record_tells_the_range_that_its_schedule_has(name: str) -> None:
+    betas = BETAS.get(name, {"num_train_timesteps": 2})
+    schedule = from_diffusers(diffusers.DDPMScheduler(**betas))
+    config = json.loads(json.dumps(schedule.config))
+    for scale in (0.1, 1.0, 7.0):
+        found = stated_range(config, scale)
+        assert found == pytest.approx(schedule.range_of(scale), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(LinearSchedule(), CosineSchedule(), EDMSchedule(), EDMSchedule(0.01, 5.0, 1.2)),
+        DiscreteSchedule(torch.linspace(0.01, 0.3, 20, dtype=torch.float64)),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_record_of_our_own_tells_the_range_that_its_schedule_has(schedule: Schedule) -> None:
+    for scale in (0.1, 1.0, 7.0):
+        found = stated_range(schedule.config, scale)
+        assert found == pytest.approx(schedule.range_of(scale * schedule.data_scale), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"name": "odd"}, {}, {"name": "linear", "more": 1}, {"name": "discrete", "betas": [0.1]}),
+        *({"name": "discrete", "betas": ["a", None]}, {"name": "discrete", "betas": [0.1, 1.5]}),
+        {"name": "edm", "sigma_min": "small", "sigma_max": 80.0, "sigma_data": 0.5},
+        {"name": "edm", "sigma_min": 2.0, "sigma_max": 1.0, "sigma_data": 0.5},
+        *(
+            {**STATED, "_class_name": "Other"},
+            {**STATED, "more": 1},
+            {**STATED, "beta_schedule": "laplace"},
+        ),
+        *(
+            {**STATED, "beta_end": 2.0},
+            {**STATED, "beta_start": None},
+            {**STATED, "num_train_timesteps": 1},
+        ),
+        *({**STATED, "trained_betas": "none"}, {**STATED, "rescale_betas_zero_snr": True}),
+    ],
+)
+def test_a_record_that_is_not_known_tells_no_range(config: dict[str, Any]) -> None:
+    assert stated_range(config) is None
+    assert stated_range(STATED) is not None

@@ -1,16 +1,12 @@
 """What commands import: records are shown and slips refused without torch."""
 
 import json
-import shutil
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from hddm.inspection.models import WHOLE
-from hddm.schedules import from_config
-from hddm.utils.records import EXPERT_FILE
-from tests.artefacts import edit_json, in_a_fresh_process, in_fresh_processes, variant
+from tests.artefacts import in_a_fresh_process, in_fresh_processes, variant
 from tests.evaluation.test_compare import RESULT
 
 TORCH = {"torch", "diffusers", "transformers", "accelerate", "peft", "matplotlib", "sklearn"}
@@ -35,16 +31,17 @@ def _result(path: Path, images: str, distance: float) -> Path:
 
 @pytest.mark.integration
 def test_records_and_results_are_shown_without_torch(
-    ensemble: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
+    ensemble: Path,
+    flow_expert: Path,
+    ddpm_expert: Path,
+    router: Path,
+    shards: Path,
+    tmp_path: Path,
 ) -> None:
-    """But for schedules of betas, which diffusers computes."""
-    continuous = tmp_path / "continuous"
-    shutil.copytree(ensemble, continuous)
-    edit_json(continuous / "experts" / "0" / EXPERT_FILE, schedule={"name": "cosine"})
     for seed in range(3):
         _result(tmp_path / "a" / f"{seed}.json", f"a{seed}", 20.0 + seed)
         _result(tmp_path / "b" / f"{seed}.json", f"b{seed}", 30.0 + seed)
-    models = (flow_expert, router, continuous, shards, shards / "shard_0")
+    models = (flow_expert, ddpm_expert, router, ensemble, shards, shards / "shard_0")
     lines = [["inspect", one, *words] for one in models for words in ([], ["--json"])]
     lines.append(["compare", tmp_path / "a", tmp_path / "b"])
     lines.append(["compare", tmp_path / "a" / "0.json"])
@@ -94,12 +91,6 @@ def test_verbs_that_run_hddms_own_networks_import_no_other(
             if f"{name}.".startswith(FOREIGN):
                 foreign.append(name)
         assert not foreign, line
-
-
-def test_schedules_that_inspect_does_not_build_cover_all_noise_levels() -> None:
-    for config in WHOLE:
-        for scale in (0.01, 1.0, 50.0):
-            assert from_config(config).range_of(scale) == (0.0, 1.0)
 
 
 def test_an_expert_of_an_unknown_schedule_is_still_refused_by_inspect(
