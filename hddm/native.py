@@ -29,11 +29,11 @@ from torch import Tensor
 from hddm.conditions import Inputs
 from hddm.guidance import Guidance
 from hddm.predictions import PredictionType
+from hddm.sampling_choices import refuse_kind
 from hddm.schedules import DiscreteSchedule, LinearSchedule
 from hddm.settings import NativeName
 from hddm.solvers import OnStep, unchanged
 from hddm.utils.errors import HddmError
-from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import sent
 from hddm.velocity import VelocityField
 
@@ -81,21 +81,6 @@ def refuse_native(field: VelocityField, name: NativeName, steps: int) -> None:
             f"`native` {name}: this schedule ends without any signal, which the sampler cannot begin with; "
             "use hddm's own"
         )
-
-
-def refuse_kind(
-    name: NativeName, is_flow: bool, sampling_steps: int | None, noise_range: NoiseRange
-) -> None:
-    """Raise an `HddmError` for experts of a kind that has no native sampler of this ``name``."""
-    if name == "flow-euler" and not is_flow:
-        raise HddmError(
-            "`native` flow-euler: is for flow experts, and an expert here is of DDPM; choose ddim, "
-            "dpmsolver++ or unipc"
-        )
-    if sampling_steps is not None:
-        raise HddmError(f"`native` {name}: a student of few steps has no other sampler; drop it")
-    if noise_range != WHOLE:
-        raise HddmError(f"`native` {name}: an expert covers a part of the noise only; drop it")
 
 
 def native_samples(

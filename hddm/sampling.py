@@ -27,6 +27,7 @@ from hddm.native import refuse_guidance, refuse_native
 from hddm.networks.offload import expect_batches, holder_of, is_offloaded
 from hddm.noise import Latents, Noise, Seeded
 from hddm.running import Batch, Plan, posterior_of, run
+from hddm.sampling_choices import check_expert, refuse_beside_native, refuse_native_mix
 from hddm.settings import NativeName
 from hddm.solvers import (
     DEFAULT_SOLVER,
@@ -77,16 +78,6 @@ def resolve_solver(
             f"`solver` {name}: uses earlier steps, which a mask and an edit do not have; take euler or heun"
         )
     return name, solver
-
-
-def check_expert(expert: int | None, strategy: str | None, num_experts: int) -> None:
-    """Raise an `HddmError` for an ``expert`` that is not there, and for one beside a strategy."""
-    if expert is None:
-        return
-    if strategy is not None:
-        raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
-    if not 0 <= expert < num_experts:
-        raise HddmError(f"`expert` {expert}: choose from 0 to {num_experts - 1}")
 
 
 def check_effects(
@@ -237,21 +228,6 @@ def check_native(
     for k, one in enumerate(model.experts):
         if expert in (None, k):
             refuse_native(one, name, steps)
-
-
-def refuse_beside_native(name: NativeName, others: Mapping[str, object]) -> None:
-    """Raise an `HddmError` for options that are set and that a native sampler has of its own."""
-    for option, value in others.items():
-        if value is not None:
-            raise HddmError(f"`native` {name}: has its own steps and solver; drop `{option}`")
-
-
-def refuse_native_mix(name: NativeName, strategy: str) -> None:
-    """Raise an `HddmError` for a strategy of several domains that native samplers do not have."""
-    if strategy != "draw":
-        raise HddmError(
-            f"`native` {name}: each expert runs by itself; `strategy` draw does so, {strategy} mixes"
-        )
 
 
 def batches(

@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 
-from hddm.benchmark import report, run, seed_run
-from hddm.benchmark.costs import TrainingCost
+from hddm.benchmark import counting, report, run, seed_run
+from hddm.benchmark.counting import TrainingCost
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results
 from hddm.benchmark.verdicts import compare_rows
@@ -135,8 +135,8 @@ def inline(drawn: bool = False) -> Iterator[list[list[str]]]:
             (run, "Workers", Inline),
             (seed_run, "_do", note),
             (evaluate, "RESAMPLES", 2),
-            (seed_run, "count_training", lambda *_: TrainingCost(30, 1)),
-            (seed_run, "count_sampling", lambda *_: 7),
+            (counting, "count_training", lambda *_: TrainingCost(30, 1)),
+            (counting, "count_sampling", lambda *_: 7),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         if not drawn:

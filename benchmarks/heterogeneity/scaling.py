@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.harness import Start, digit_shards
 from benchmarks.reports import COLOURS
-from hddm.benchmark.costs import count_training
+from hddm.benchmark.counting import count_training
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
 from hddm.benchmark.results import PERCENT_UNEQUAL
 from hddm.benchmark.run import run_benchmark

@@ -15,7 +15,7 @@ from benchmarks.inference.models import (
     random_router,
 )
 from benchmarks.timing import DTYPES, Taken, Times, between, in_turn, now
-from hddm.benchmark.costs import evaluation_flop, forward_flop
+from hddm.benchmark.counting import evaluation_flop, forward_flop
 from hddm.ensemble import Ensemble
 from hddm.experts.expert_set import ExpertSet
 from hddm.routers import Router

@@ -58,7 +58,8 @@ def calibrate(
 def _weigh(
     folder: Path, settings: CalibrationSettings, out: Path | None, data: Path | None
 ) -> None:
-    from hddm.objective.reliability import TIMES, check_weighing, weigh_experts
+    from hddm.objective.checks import check_weighing
+    from hddm.objective.reliability import TIMES, weigh_experts
 
     check_weighing(data, settings)
     assert data is not None

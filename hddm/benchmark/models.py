@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 
 from hddm.benchmark.lines import names_in
 from hddm.benchmark.steps import Step
-from hddm.experts.assembly import DRAWN, kept_of, left_of, named_router
-from hddm.experts.decisions import with_settings
+from hddm.experts.decisions import kept_of, left_of, with_settings
 from hddm.experts.ensemble_records import Member, name_of, read_ensemble_record
 from hddm.experts.expert import Expert, experts_in
 from hddm.experts.records import ExpertRecord, ShardRecord, read_expert_record
+from hddm.experts.routing import DRAWN, named_router
 from hddm.experts.shares import domains_of
-from hddm.native import refuse_kind
-from hddm.objective.reliability import check_weighing, refuse_shared_noise
-from hddm.objective.scores import why_unscored
+from hddm.objective.checks import check_weighing, refuse_shared_noise, why_unscored
 from hddm.predictions import PredictionType
-from hddm.sampling import check_expert, refuse_native_mix
+from hddm.sampling_choices import check_expert, refuse_kind, refuse_native_mix
 from hddm.settings import CalibrationSettings, NativeName
 from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.errors import HddmError

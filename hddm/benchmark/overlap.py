@@ -8,7 +8,6 @@ from hddm.benchmark.origin import Origin, is_decided
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
 from hddm.data.shard_records import named_shards
-from hddm.evaluation.images import read_data, refuse_trained
 from hddm.evaluation.score_records import Role
 from hddm.utils.errors import HddmError, errors_as
 from hddm.utils.work import hash_of
@@ -37,6 +36,9 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     part = plan.work.path("splits", hash_of(content))
     if plan.work.has(part):
         return
+    # Imported here: it imports torch, and a benchmark is planned, and begins, without.
+    from hddm.evaluation.images import read_data, refuse_trained
+
     with errors_as(HddmError, "evaluate"):
         if done:
             images: dict[Role, Path] = {}

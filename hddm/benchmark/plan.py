@@ -13,8 +13,8 @@ from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, 
 from hddm.benchmark.models import EXPERTS, Models, why_not_scored
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.data.shard_records import HELD_OUT
-from hddm.evaluation.features import find_inception, refuse_absent, refuse_unknown
-from hddm.sampling import refuse_beside_native
+from hddm.evaluation.feature_names import find_inception, refuse_absent, refuse_unknown
+from hddm.sampling_choices import refuse_beside_native
 from hddm.settings import ObjectiveSettings
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_yaml

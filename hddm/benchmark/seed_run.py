@@ -10,19 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.costs import (
-    TrainingCost,
-    calibration_flop,
-    calibration_path,
-    cost_path,
-    count_sampling,
-    count_training,
-)
+from hddm.benchmark.costs import calibration_path, cost_path
 from hddm.benchmark.lines import RunCommand
 from hddm.benchmark.overlap import refuse_shared_images, steps_before_shared_images
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step, link_to
-from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, errors_as
 from hddm.utils.files import remove
 from hddm.utils.progress import Progress, duration, heard
@@ -143,6 +135,9 @@ class SeedRun:
 
 def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs are done, and record it; return its seconds."""
+    # Imported here, as below: it imports torch, and what plans these calls in another process does not.
+    from hddm.training.state import wait_for_run
+
     started = time.perf_counter()
     printed = io.StringIO()
     if step.kind.is_training:
@@ -179,6 +174,8 @@ def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
 
 def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Count the operations of one image of a training or of a sampling, and record them."""
+    from hddm.benchmark.counting import TrainingCost, count_sampling, count_training
+
     step.link_inputs()
     line = step.placed_line
     with _started(step, io.StringIO()), heard(report):
@@ -194,6 +191,8 @@ def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> floa
 
 def _count_calibration(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Count the operations of the calibration of a step that is done, and record them."""
+    from hddm.benchmark.counting import calibration_flop
+
     with _started(step, io.StringIO()):
         flop = calibration_flop(step)
     step.work.finish(calibration_path(step), {"flop": flop})

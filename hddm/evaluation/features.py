@@ -4,7 +4,6 @@ Inception's weights are found on disk, checked, and never downloaded; its featur
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.images import ImageSet, to_bytes, to_unit_range
+from hddm.evaluation.feature_names import (
+    DIGITS,
+    INCEPTION,
+    INCEPTION_FILE,
+    find_inception,
+    inception_file,
+    refuse_unknown,
+)
 from hddm.evaluation.score_records import FeaturesRecord
 from hddm.networks.efficientnet import (
     DIMENSIONS,
@@ -24,16 +31,12 @@ from hddm.networks.efficientnet import (
     SHA256,
     EfficientNetFeatures,
 )
-from hddm.utils.errors import HddmError, UsageError, did_you_mean
-from hddm.utils.files import sha256_of, write_whole
+from hddm.utils.errors import HddmError
+from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import read_safetensors
 
-DIGITS = "digits-classifier"
-NAMES = ("auto", "inception", "classifier", DIGITS, EFFICIENTNET)
-_CLASSIFIER = ".safetensors"
-"""Ending of the file of a saved classifier."""
 REQUESTED = "requested"
 _BATCH = 32
 
@@ -197,27 +200,6 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
 
 
-def refuse_unknown(features: str) -> None:
-    """Raise `UsageError` for what `open_extractor` does not know by its name."""
-    if features not in NAMES and not features.endswith(_CLASSIFIER):
-        raise UsageError(
-            f"`features` {features}: choose one of {', '.join(NAMES)}, or the {_CLASSIFIER} file of a "
-            f"saved classifier{did_you_mean(features, NAMES)}"
-        )
-
-
-def refuse_absent(features: str) -> None:
-    """Raise `HddmError` for a network whose weights are not on this machine, as `open_extractor` does.
-
-    It reads no images, so a benchmark asks it before it trains anything.
-    """
-    option = f"`features` {features}"
-    if features == "inception":
-        _inception_file(option)
-    if features == EFFICIENTNET:
-        EfficientNetFeatures(option)
-
-
 def classifier_of(training: ImageSet) -> FeatureClassifier:
     """Train a classifier on the ``training`` images; raises `HddmError` for fewer than two classes.
 
@@ -291,48 +273,15 @@ def open_efficientnet(option: str) -> FeatureExtractor:
     return FeatureExtractor(record, features)
 
 
-INCEPTION = FeaturesRecord(
-    name="Inception (clean-fid)",
-    dimensions=2048,
-    hash="f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
-    resize="each channel by Pillow's bicubic filter to 299×299 in float32, not rounded",
-)
-"""The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript; its hash is the file's."""
-INCEPTION_FILE = "inception-2015-12-05.pt"
-_URL = f"https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/{INCEPTION_FILE}"
-
-
-def find_inception() -> Path | None:
-    """Path of Inception's weights, None if absent; the content is not checked."""
-    return next((path for path in _places() if path.is_file()), None)
-
-
-def _places() -> list[Path]:
-    """Where Inception's weights may be: the folder that the environment names comes first."""
-    folders = [os.environ.get("HDDM_INCEPTION"), Path.home() / ".cache/clean-fid"]
-    return [Path(folder) / INCEPTION_FILE for folder in folders if folder]
-
-
 def open_inception(option: str, choice: str = REQUESTED) -> FeatureExtractor:
     """Features of the checked file; ``option`` is the option that needs them, for the message.
 
     Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
     """
-    path = _inception_file(option)
+    path = inception_file(option)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = INCEPTION.model_copy(update={"choice": choice, "device": device})
     return FeatureExtractor(record, inception_features(path, device))
-
-
-def _inception_file(option: str) -> Path:
-    """Path of Inception's weights, whose hash is checked."""
-    path = find_inception()
-    sha256 = INCEPTION.hash
-    if path is None or sha256_of(path) != sha256:
-        problem = f"{INCEPTION_FILE} is not on disk" if path is None else f"{path} is another file"
-        remedy = f"fetch {_URL} (SHA-256 {sha256}) and put it into {_places()[0].parent}"
-        raise HddmError(f"{option}: {problem}; {remedy}")
-    return path
 
 
 def inception_features(weights: Path, device: str) -> FeatureFunction:

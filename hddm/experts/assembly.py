@@ -4,8 +4,6 @@
 checking that they fit: of new ones in `assemble`, of an ensemble's experts and others in `change`.
 """
 
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from hddm.experts.compatibility import (
     router_outputs,
 )
 from hddm.experts.components import arrange
-from hddm.experts.decisions import SHARE_TOLERANCE, index_of, with_settings
+from hddm.experts.decisions import kept_of, left_of, with_settings
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     bases_of,
@@ -59,6 +57,7 @@ from hddm.experts.records import (
     is_at_chance,
     weights_in,
 )
+from hddm.experts.routing import RecommendedStrategy, Routing, named_router
 from hddm.experts.shares import domains_of
 from hddm.fit import Findings, are_alike, compare_kinds
 from hddm.networks.programs.permission import opens_programs
@@ -71,65 +70,7 @@ from hddm.utils.hub import local
 from hddm.utils.records import MANIFEST, MODEL_INDEX, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
-
-@dataclass(frozen=True)
-class RecommendedStrategy:
-    """A strategy that a folder recommends, and why; without a reason where someone chose it."""
-
-    name: str
-    reason: str | None = None
-
-
-# Both were measured (docs/results.md).
-DRAWN = RecommendedStrategy(
-    "draw",
-    "the default: with experts of unlike data, no strategy made samples nearer to real images than one "
-    "expert per image",
-)
-WEIGHED = RecommendedStrategy(
-    "full",
-    "the default where weights by noise level mix experts of the same data: the mix had fewer bits per "
-    "dimension than one expert per image, and samples nearer to real images",
-)
-
-
 _OWN = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How a new ensemble is routed: by a learned router in ``folder``, by ``evidence``'s moments, or not.
-
-    ``is_new`` is a router that was not checked before. ``by_reliability`` are weights by noise level.
-    """
-
-    folder: Path | None = None
-    evidence: float | None = None
-    is_new: bool = True
-    by_reliability: bool = False
-
-    @property
-    def is_absent(self) -> bool:
-        """True if nothing routes, so that one expert is drawn per sample."""
-        return self.folder is None and self.evidence is None and not self.by_reliability
-
-    @property
-    def default_strategy(self) -> RecommendedStrategy:
-        """What a new folder with it recommends.
-
-        An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at
-        x_t.
-        """
-        return WEIGHED if self.by_reliability else DRAWN
-
-    @property
-    def name(self) -> str | None:
-        """What an ensemble's record calls it."""
-        if self.evidence is not None:
-            return MOMENTS
-        if self.by_reliability:
-            return RELIABILITY
-        return None if self.folder is None else ROUTER
 
 
 @dataclass(frozen=True)
@@ -184,15 +125,6 @@ def assemble(
     if settings.strategy is not None:
         chosen = RecommendedStrategy(settings.strategy)
     return write_ensemble(opened, out, routing, chosen, overwrite, settings)
-
-
-def named_router(router: str | Path | None) -> Routing:
-    """Routing by what a caller names: a router's folder, ``moments``, ``reliability``, or none."""
-    if router == MOMENTS:
-        return Routing(evidence=MOMENTS_EVIDENCE)
-    if router == RELIABILITY:
-        return Routing(by_reliability=True)
-    return Routing(None if router is None else local(router))
 
 
 @keywords
@@ -257,44 +189,6 @@ def change(
     before = Changed(ensemble, record, experts, kept)
     overwrite = out is None or overwrite
     return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
-
-
-def kept_of(experts: Sequence[Expert], remove: Sequence[str | int], is_added_to: bool) -> list[int]:
-    """Indices of the experts that stay without those to ``remove``, named as `index_of` does.
-
-    Their domains go too, unless experts are added in their place. Raises `HddmError` as `index_of`.
-    """
-    gone = {index_of(str(name), experts, "`remove`") for name in remove}
-    if not is_added_to:
-        # What is left of a domain cannot make a sample alone.
-        domains = domains_of(experts)
-        lost = {domains[k] for k in gone}
-        gone = {k for k, domain in enumerate(domains) if domain in lost}
-    return [k for k in range(len(experts)) if k not in gone]
-
-
-def left_of(experts: Sequence[Expert], kept: Sequence[int]) -> list[Expert]:
-    """The experts that are left, with what was decided on them.
-
-    If an expert leaves a domain, the remaining ones keep the domain's whole share, so that another can take
-    its place; their ``domain`` is cleared.
-    """
-    domains = domains_of(experts)
-    shares = [one.member.share for one in experts]
-    total = math.fsum(share or 0.0 for share in shares)
-    are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
-    of, left = Counter(domains), Counter(domains[k] for k in kept)
-    updated = []
-    for k in kept:
-        one, before, now = experts[k], of[domains[k]], left[domains[k]]
-        share = one.member.share
-        if share is not None:
-            share = (share if are_parts else share / total) * before / now
-        domain = one.member.domain if now == before else None
-        updated += with_decisions(
-            [one], class_shares=[{}], vae=[None], share=[share], domain=[domain]
-        )
-    return updated
 
 
 def _kept_router(

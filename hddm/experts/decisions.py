@@ -1,7 +1,8 @@
-"""What a user decides on experts when they are assembled: shares, names of classes, and domains."""
+"""What is decided on experts when they are assembled: shares, names of classes, domains, who stays."""
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -195,3 +196,41 @@ def _renamed(
             raise HddmError(what + did_you_mean(str(one), known))
         renamed[numbers[one]] = new
     return renamed
+
+
+def kept_of(experts: Sequence[Expert], remove: Sequence[str | int], is_added_to: bool) -> list[int]:
+    """Indices of the experts that stay without those to ``remove``, named as `index_of` does.
+
+    Their domains go too, unless experts are added in their place. Raises `HddmError` as `index_of`.
+    """
+    gone = {index_of(str(name), experts, "`remove`") for name in remove}
+    if not is_added_to:
+        # What is left of a domain cannot make a sample alone.
+        domains = domains_of(experts)
+        lost = {domains[k] for k in gone}
+        gone = {k for k, domain in enumerate(domains) if domain in lost}
+    return [k for k in range(len(experts)) if k not in gone]
+
+
+def left_of(experts: Sequence[Expert], kept: Sequence[int]) -> list[Expert]:
+    """The experts that are left, with what was decided on them.
+
+    If an expert leaves a domain, the remaining ones keep the domain's whole share, so that another can take
+    its place; their ``domain`` is cleared.
+    """
+    domains = domains_of(experts)
+    shares = [one.member.share for one in experts]
+    total = math.fsum(share or 0.0 for share in shares)
+    are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
+    of, left = Counter(domains), Counter(domains[k] for k in kept)
+    updated = []
+    for k in kept:
+        one, before, now = experts[k], of[domains[k]], left[domains[k]]
+        share = one.member.share
+        if share is not None:
+            share = (share if are_parts else share / total) * before / now
+        domain = one.member.domain if now == before else None
+        updated += with_decisions(
+            [one], class_shares=[{}], vae=[None], share=[share], domain=[domain]
+        )
+    return updated

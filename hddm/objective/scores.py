@@ -16,6 +16,7 @@ from hddm.evaluation.images import read_data
 from hddm.evaluation.results import versions_of, write_result
 from hddm.experts.loading import load
 from hddm.experts.shard_images import evenly_spaced
+from hddm.objective.checks import why_unscored
 from hddm.objective.errors import TIMES, velocity_errors
 from hddm.objective.flows import flows_of
 from hddm.objective.likelihood import LikelihoodSettings, bits_per_dimension, log_likelihood
@@ -28,7 +29,6 @@ from hddm.objective.records import (
 )
 from hddm.sampling import plan
 from hddm.settings import ObjectiveSettings, keywords
-from hddm.strategies import Strategy
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import check_result_file
 from hddm.utils.progress import Progress
@@ -94,19 +94,6 @@ class HeldOutImages:
         if TEXT in takes and self.texts is not None:
             found[TEXT] = self.texts.take(torch.arange(len(self.samples))).to(model.device)
         return found
-
-
-def why_unscored(strategy: str, has_likelihood: bool = True) -> str:
-    """Why nothing is measured of samples that a strategy makes with several experts; empty if something is.
-
-    Without ``has_likelihood`` errors alone are measured.
-    """
-    kind = Strategy.parse(strategy).kind
-    if kind == "commit":
-        return "below its noise level each sample keeps an expert, so a state has no velocity of its own"
-    if kind == "draw" and not has_likelihood:
-        return "samples have a likelihood and no errors, and without a likelihood nothing is left to score"
-    return ""
 
 
 @keywords

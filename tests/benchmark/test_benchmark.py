@@ -20,7 +20,8 @@ import pytest
 import torch
 import yaml
 
-from hddm.benchmark.costs import cost_key, count_sampling, count_training
+from hddm.benchmark.costs import cost_key
+from hddm.benchmark.counting import count_sampling, count_training
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import read_results
 from hddm.networks.sizes import size_config

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hddm.benchmark import seed_run
-from hddm.benchmark.costs import cost_path, count_training
+from hddm.benchmark.costs import cost_path
+from hddm.benchmark.counting import count_training
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
 from hddm.benchmark.lines import Line, RunCommand, Settings
 from hddm.benchmark.overlap import refuse_shared_images

@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from hddm.benchmark import seed_run
-from hddm.benchmark.costs import (
-    calibration_flop,
-    cost_path,
-    evaluation_flop,
-    forward_flop,
-    trained_size,
-)
+from hddm.benchmark.costs import cost_path, trained_size
+from hddm.benchmark.counting import calibration_flop, evaluation_flop, forward_flop
 from hddm.benchmark.overlap import refuse_shared_images
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.steps import Step

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hddm.benchmark import results as results_module
-from hddm.benchmark.costs import evaluation_flop, forward_flop
+from hddm.benchmark.counting import evaluation_flop, forward_flop
 from hddm.benchmark.origin import Origin
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_records import read_ensemble_record

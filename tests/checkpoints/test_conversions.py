@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hddm
 from benchmarks.conversion.conversions import SameTimeField
-from hddm.benchmark.costs import evaluation_flop, forward_flop
+from hddm.benchmark.counting import evaluation_flop, forward_flop
 from tests.cases import COSINE
 
 SHAPE = (1, 2, 2)

@@ -50,6 +50,19 @@ def test_records_and_results_are_shown_without_torch(
 
 
 @pytest.mark.integration
+def test_benchmarks_are_planned_and_refused_without_torch(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("name: wrong\nsteps: {one: train nothing}\nrows: {}\n")
+    lines = [["benchmark", "quickstart", "--dry-run"], ["benchmark", "digits", "--dry-run"]]
+    lines += [["benchmark", wrong], ["benchmark", "quickstart", "--set", "steps=3"]]
+    codes = []
+    for line, (code, output, heavy) in zip(lines, in_a_fresh_process(lines), strict=True):
+        codes.append(code)
+        assert heavy & {"torch", "diffusers", "transformers"} == set(), (line, output)
+    assert codes == [0, 0, 2, 2]
+
+
+@pytest.mark.integration
 def test_what_is_no_model_or_no_shard_is_refused_without_torch(
     images: Path, shards: Path, ensemble: Path, tmp_path: Path
 ) -> None:
