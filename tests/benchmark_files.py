@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,6 @@ class Inline(Backend):
 
     def __init__(self, count: int) -> None:
         super().__init__(1, 0)
-
-    def expect(self, calls: Sequence[Call]) -> None: ...
 
     def start(self, call: Call) -> None:
         self.result = call.function(**call.arguments, report=lambda part: None)

@@ -36,6 +36,8 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     part = plan.work.path("splits", hash_of(content))
     if plan.work.has(part):
         return
+    if not done and not images_of:
+        return
     # Imported here: it imports torch, and a benchmark is planned, and begins, without.
     from hddm.evaluation.images import read_data, refuse_trained
 

@@ -1,6 +1,7 @@
 """The steps of a seed, each run as soon as its inputs are there, and the count of their operations."""
 
 import contextlib
+import importlib
 import io
 import time
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from hddm.benchmark.costs import calibration_path, cost_path
@@ -75,14 +77,23 @@ class SeedRun:
             )
         self._link([step for step in self.steps if step.is_done])
         refuse_shared_images(self.plan)
+        if calls:
+            # What `refuse_shared_images` needs takes seconds to import; the first steps run meanwhile.
+            Thread(target=importlib.import_module, args=["hddm.evaluation.images"]).start()
         self.workers.run(calls, self._report, self._start, self._end)
         self._count_all(sum(step.is_counted for step in left))
 
     def _count_all(self, expected: int) -> None:
         """Count operations that are not counted; the units of progress of ``expected`` steps are for it."""
+        # What a row's samples cost, and what its model did; other samples are compared alone.
+        needed = set()
+        for row in self.plan.rows:
+            needed |= {row.samples.identity, *(step.identity for step in row.model.upstream)}
         uncounted = {}
         calls = []
         for step in self.steps:
+            if step.identity not in needed:
+                continue
             if step.is_counted and not step.work.has(cost_path(step)):
                 uncounted[cost_path(step)] = step
             if step.is_fitted and not step.work.has(calibration_path(step)):

@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from hddm.utils.errors import HddmError, one_line, optional
@@ -69,9 +69,6 @@ class RayWorkers(Backend):
     def __exit__(self, *ended: object) -> None:
         super().__exit__(*ended)
         self._connection.close()
-
-    def expect(self, calls: Sequence[Call]) -> None:
-        """Ray starts its processes itself."""
 
     def start(self, call: Call) -> int:
         threads, number = call.threads or 1, next(self._numbers)

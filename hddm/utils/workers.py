@@ -105,10 +105,6 @@ class Backend(ABC):
         self.stop()
 
     @abstractmethod
-    def expect(self, calls: Sequence[Call]) -> None:
-        """Prepare for ``calls`` that are about to start, in their order."""
-
-    @abstractmethod
     def start(self, call: Call) -> Any:
         """Start a call; return what stands for it."""
 
@@ -141,7 +137,6 @@ class Backend(ABC):
         results: dict[int, Any] = {}
         with StopRequest() as stop, contextlib.ExitStack() as on_error:
             on_error.callback(self.stop)
-            self.expect(calls)
             while waiting or running:
                 unfinished = {calls[k].name for k in (*waiting, *running.values())}
                 ready = [k for k in waiting if not calls[k].after & unfinished]
@@ -188,19 +183,8 @@ class Workers(Backend):
         super().__init__(count, retries)
         self._workers: dict[int, _Worker] = {}
 
-    def expect(self, calls: Sequence[Call]) -> None:
-        # All processes start at once, so that they import what calls need side by side.
-        for slot, call in zip(range(self.count), calls, strict=False):
-            self._worker(slot, call)
-
     def start(self, call: Call) -> "_Worker":
         slot = next(k for k in range(self.count) if self._is_free(k))
-        worker = self._worker(slot, call)
-        worker.begin(call)
-        return worker
-
-    def _worker(self, slot: int, call: Call) -> "_Worker":
-        """The process of a slot, started where there is none for calls like this one."""
         cores = os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
@@ -213,7 +197,8 @@ class Workers(Backend):
         if worker is None or worker.variables != variables:
             if worker is not None:
                 worker.end()
-            worker = self._workers[slot] = _Worker(variables, call.function)
+            worker = self._workers[slot] = _Worker(variables)
+        worker.begin(call)
         return worker
 
     def _is_free(self, slot: int) -> bool:
@@ -243,7 +228,7 @@ class Workers(Backend):
 class _Worker:
     """A process that performs one call after another; what it writes to standard error is passed on."""
 
-    def __init__(self, variables: dict[str, str], function: Callable[..., Any]) -> None:
+    def __init__(self, variables: dict[str, str]) -> None:
         self.variables, self.is_busy = variables, False
         self._output, self._read = tempfile.TemporaryFile(), 0  # noqa: SIM115
         context = multiprocessing.get_context("spawn")
@@ -257,17 +242,13 @@ class _Worker:
         finally:
             os.dup2(ours, 2)
             os.close(ours)
-        self._send(function)
 
     def begin(self, call: Call) -> None:
         """Send a call to the process."""
         self.is_busy = True
-        self._send((call.function, call.arguments))
-
-    def _send(self, message: Any) -> None:
-        # It may have died since the last message, which `received` reports.
+        # It may have died since the last call, which `received` reports.
         with contextlib.suppress(OSError):
-            self.connection.send(message)
+            self.connection.send((call.function, call.arguments))
 
     def received(self) -> list[tuple[bool, Any]]:
         """Return what has come since the last time, as in an `Event`."""
@@ -341,8 +322,6 @@ def _serve(connection: Connection) -> None:
             connection.send((False, values))
 
     with contextlib.suppress(EOFError, OSError):
-        # A function of the calls to come: its module is imported before the first of them is there.
-        connection.recv()
         while True:
             function, arguments = connection.recv()
             connection.send((True, perform(function, arguments, report)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -64,20 +63,6 @@ def test_a_call_starts_once_those_before_it_have_ended(workers: Workers) -> None
     )
     assert results == [1, 4, 9]
     assert told == ["long", "free", "free ended", "long ended", "last", "last ended"]
-
-
-@pytest.mark.integration
-def test_all_processes_start_before_the_first_call() -> None:
-    before = set(multiprocessing.active_children())
-    started: list[int] = []
-
-    def count(call: Call) -> None:
-        started.append(len(set(multiprocessing.active_children()) - before))
-
-    calls = [Call(chores.square, {"value": n, "seconds": 0}, f"call {n}") for n in (1, 2, 3)]
-    with Workers(2) as pool:
-        pool.run(calls, on_start=count)
-    assert started == [2, 2, 2]
 
 
 @pytest.mark.integration
