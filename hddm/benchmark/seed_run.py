@@ -146,12 +146,12 @@ class SeedRun:
 
 def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs are done, and record it; return its seconds."""
-    # Imported here, as below: it imports torch, and what plans these calls in another process does not.
-    from hddm.training.state import wait_for_run
-
     started = time.perf_counter()
     printed = io.StringIO()
     if step.kind.is_training:
+        # Imported here, as below: it imports torch, and what plans these calls in another process does not.
+        from hddm.training.state import wait_for_run
+
         wait_for_run(step.path)
     if not step.kind.continues:
         # Of a start that was killed before it could record this step.

@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hddm.utils.accelerators import gpu_name
 from hddm.utils.errors import HddmError, Stopped, one_line
 from hddm.utils.files import (
     PATIENCE,
@@ -99,8 +100,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """What work is done on: platform, cores, accelerator and versions of packages."""
-    import torch
-
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -109,7 +108,7 @@ def machine() -> dict[str, Any]:
         "processor": names[0] if names else platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "accelerator": gpu_name(),
         "packages": {name: version(name) for name in PACKAGES},
     }
 

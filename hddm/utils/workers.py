@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from hddm.utils.accelerators import count_gpus
 from hddm.utils.errors import HddmError, Stopped, one_line
 from hddm.utils.processes import (
     Interrupted,
@@ -31,8 +31,6 @@ from hddm.utils.processes import (
 )
 
 RETRIES = 3
-_OF_GPUS = ("nvidia", "nvhost", "nvmap", "kfd", "dxg", "win")
-"""Beginnings of names of devices for GPUs (NVIDIA, its boards, AMD, Windows under Linux), and of Windows."""
 _MOST = 2**16
 """Bytes of output that are read at once."""
 
@@ -189,7 +187,7 @@ class Workers(Backend):
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
         variables = compute_environment(call.threads or max(1, cores // self.count))
-        gpus = _count_gpus()
+        gpus = count_gpus()
         if gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
             variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
@@ -299,17 +297,6 @@ class _Worker:
             errors="replace"
         )
         return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
-
-
-def _count_gpus() -> int:
-    """Number of GPUs that torch sees, which is asked only where the system has a device for one."""
-    devices = os.listdir("/dev") if sys.platform == "linux" else [sys.platform]
-    if not any(name.startswith(_OF_GPUS) for name in devices):
-        return 0
-    # Imported here: it takes seconds.
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _serve(connection: Connection) -> None:
