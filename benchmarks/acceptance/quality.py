@@ -23,7 +23,8 @@ from hddm.data.images import write_digits
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.data.sources import open_source
-from hddm.evaluation.features import FeatureClassifier, find_inception, inception_features
+from hddm.evaluation.feature_names import find_inception
+from hddm.evaluation.features import FeatureClassifier, inception_features
 from hddm.evaluation.measures import Gaussian, frechet_distance
 from hddm.guidance import Guidance
 from hddm.utils.hub import origin_of

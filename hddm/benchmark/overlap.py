@@ -9,6 +9,7 @@ from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step
 from hddm.data.shard_records import named_shards
 from hddm.evaluation.score_records import Role
+from hddm.evaluation.sources import refuse_trained
 from hddm.utils.errors import HddmError, errors_as
 from hddm.utils.work import hash_of
 
@@ -38,11 +39,11 @@ def refuse_shared_images(plan: SeedPlan) -> None:
         return
     if not done and not images_of:
         return
-    # Imported here: it imports torch, and a benchmark is planned, and begins, without.
-    from hddm.evaluation.images import read_data, refuse_trained
-
     with errors_as(HddmError, "evaluate"):
         if done:
+            # Imported here: it imports torch.
+            from hddm.evaluation.images import read_data
+
             images: dict[Role, Path] = {}
             for name, step in plan.splits.items():
                 images[name] = _images(step)

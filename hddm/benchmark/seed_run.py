@@ -1,7 +1,6 @@
 """The steps of a seed, each run as soon as its inputs are there, and the count of their operations."""
 
 import contextlib
-import importlib
 import io
 import time
 from collections import Counter
@@ -9,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from hddm.benchmark.costs import calibration_path, cost_path
@@ -77,9 +75,6 @@ class SeedRun:
             )
         self._link([step for step in self.steps if step.is_done])
         refuse_shared_images(self.plan)
-        if calls:
-            # What `refuse_shared_images` needs takes seconds to import; the first steps run meanwhile.
-            Thread(target=importlib.import_module, args=["hddm.evaluation.images"]).start()
         self.workers.run(calls, self._report, self._start, self._end)
         self._count_all(sum(step.is_counted for step in left))
 

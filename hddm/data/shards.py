@@ -11,7 +11,9 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hddm.data.images import decode_image, stack, to_unit_range
@@ -227,6 +229,10 @@ class Shard:
     def images(self) -> Tensor:
         """All samples (N, C, H, W), from `take`."""
         return self.take(torch.arange(len(self)))
+
+    def pixels_of(self, row: int) -> NDArray[np.uint8]:
+        """One image as it is stored, (H, W, C) in bytes."""
+        return self.stored.main.take(torch.tensor([row]))[0].permute(1, 2, 0).numpy()
 
     def take(
         self,

@@ -9,7 +9,8 @@ from PIL import Image
 
 from hddm.data.partition import partition
 from hddm.evaluation.evaluate import evaluate
-from hddm.evaluation.images import read_data, refuse_trained
+from hddm.evaluation.images import read_data
+from hddm.evaluation.sources import refuse_trained
 from tests.artefacts import Command, copied, refusal, write_images
 from tests.component_files import write_vae
 from tests.shard_files import as_file, encode, noise, write_partition

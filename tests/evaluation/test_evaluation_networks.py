@@ -12,8 +12,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hddm.data.images import to_unit_range
+from hddm.evaluation import feature_names
 from hddm.evaluation import features as extractors
-from hddm.evaluation.features import INCEPTION, INCEPTION_FILE, find_inception, open_extractor
+from hddm.evaluation.feature_names import INCEPTION, INCEPTION_FILE, find_inception
+from hddm.evaluation.features import open_extractor
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, load_images, refusal
 
@@ -47,7 +49,8 @@ def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     torch.jit.script(_Inception()).save(str(folder / INCEPTION_FILE))
     record = INCEPTION.model_copy(update={"hash": sha256_of(folder / INCEPTION_FILE)})
-    monkeypatch.setattr(extractors, "INCEPTION", record)
+    for module in (extractors, feature_names):
+        monkeypatch.setattr(module, "INCEPTION", record)
     return folder
 
 
@@ -103,7 +106,8 @@ def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Pat
 def test_the_folder_in_the_environment_comes_first_and_another_file_is_refused(
     images: Path, tmp_path: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractors, "INCEPTION", INCEPTION)
+    for module in (extractors, feature_names):
+        monkeypatch.setattr(module, "INCEPTION", INCEPTION)
     assert find_inception() == inception / INCEPTION_FILE
     told = refusal(open_extractor, "inception", load_images(images), 48)
     assert re.search(f"is another file; fetch .*{INCEPTION.hash}", told)
