@@ -38,6 +38,7 @@ COMMANDS = {
     "inspect an ensemble of both": "inspect {ensemble} --json",
     "inspect a router": "inspect {router}",
     "inspect a shard": "inspect {parts}/shard_0",
+    "plan a benchmark": "benchmark quickstart --dry-run",
     "compare two results": "compare {first} {second}",
     "an unknown option": "sample {one} --out {new} --nope 3",
     "a missing folder": "sample {new} --out {new}",
