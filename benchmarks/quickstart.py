@@ -1,9 +1,9 @@
 """How long the quickstart takes, and the environment that it needs: `python -m benchmarks.quickstart`.
 
-Quickstarts run in this environment, whose modules Python has compiled. ``--before CHECKOUT`` measures an older
-checkout in the same run, in turns with this one. With ``--install``, `make` also makes an environment in a new
-clone with each installer that is there, whose caches should be warm, and a first quickstart runs in it, which
-compiles the modules that it imports.
+Quickstarts run in this environment, whose modules Python has compiled. ``--before CHECKOUT`` measures an
+older checkout in the same run, in turns with this one. With ``--install``, `make` also makes an environment
+in a new clone with each installer that is there, whose caches should be warm, and a first quickstart runs in
+it, which compiles the modules that it imports.
 """
 
 import os
