@@ -33,6 +33,7 @@ from hddm.schedule_records import (
     FLOW_MATCH_FAMILY,
     MOST_STEPS,
     SCHEDULE_KEYS,
+    edm_problem,
 )
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json
@@ -40,7 +41,6 @@ from hddm.utils.tensors import to_float64
 
 logger = logging.getLogger(__name__)
 
-LARGEST_SIGMA = 1e6
 _FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
 
 
@@ -213,18 +213,9 @@ class EDMSchedule(Schedule):
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in EDM_KEYS:
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 1 / LARGEST_SIGMA <= value <= LARGEST_SIGMA:
-                raise HddmError(
-                    f"{name} is {one_line(value, 40)}, and must be from {1 / LARGEST_SIGMA:g} to "
-                    f"{LARGEST_SIGMA:g}"
-                )
-        if not self.sigma_min < self.sigma_max:
-            raise HddmError(
-                f"sigma_min {self.sigma_min:g} is not below sigma_max {self.sigma_max:g}"
-            )
+        problem = edm_problem({name: getattr(self, name) for name in EDM_KEYS})
+        if problem is not None:
+            raise HddmError(problem)
         object.__setattr__(self, "start", math.log(self.sigma_min) / 4)
         object.__setattr__(self, "end", math.log(self.sigma_max) / 4)
         object.__setattr__(self, "data_scale", 1 / self.sigma_data)

@@ -134,21 +134,31 @@ def _cost_of(step: Step) -> _Cost:
     return _Cost(flop + fitting, fitting)
 
 
-def model_cost(
-    model: Step, seed: int, not_counted: Sequence[Step], records: Mapping[str, Mapping[str, Any]]
-) -> ModelResult:
-    """What a model took, without the steps ``not_counted`` and all before them.
+def counted_parts(model: Step, not_counted: Sequence[Step]) -> list[Step]:
+    """The steps whose operations count for a model: none of ``not_counted``, and none before them.
 
     One of these costs all that it took itself. Samples count where a training learns from them.
     """
+    own = _own_steps(Origin.of(model), model, not_counted)
+    return [one for one in own if _has_cost(one)]
+
+
+def _own_steps(origin: Origin, model: Step, not_counted: Sequence[Step]) -> list[Step]:
     before: set[str] = set()
     for earlier in not_counted:
         before |= {one.identity for one in earlier.upstream}
     if model.identity in before:
         before.clear()
+    return [one for one in origin.steps if one.identity not in before]
+
+
+def model_cost(
+    model: Step, seed: int, not_counted: Sequence[Step], records: Mapping[str, Mapping[str, Any]]
+) -> ModelResult:
+    """What a model took, by its `counted_parts`."""
     origin = Origin.of(model)
-    own = [one for one in origin.steps if one.identity not in before]
-    parts = [one for one in own if _has_cost(one)]
+    own = _own_steps(origin, model, not_counted)
+    parts = counted_parts(model, not_counted)
     costs = [_cost_of(one) for one in parts]
     router = 0
     for one, cost in zip(parts, costs, strict=True):
@@ -174,4 +184,4 @@ def model_cost(
 
 def _has_cost(step: Step) -> bool:
     """True for steps of which operations count: trainings, calibrations, and samples to learn from."""
-    return step.is_counted or step.is_fitted
+    return step.is_counted or step.may_calibrate

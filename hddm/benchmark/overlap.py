@@ -57,6 +57,16 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     plan.work.finish(part, {})
 
 
+def steps_of_scored_images(plan: SeedPlan) -> frozenset[str]:
+    """Identities of the steps that make the images of the splits, where none of them learns."""
+    found = set()
+    for step in plan.splits.values():
+        for read in step.inputs.values():
+            if not any(one.kind.learns for one in read.upstream):
+                found.add(read.identity)
+    return frozenset(found)
+
+
 def steps_before_shared_images(plan: SeedPlan) -> frozenset[str]:
     """Identities of the steps after which `refuse_shared_images` has more to look at."""
     found = set()

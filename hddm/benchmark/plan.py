@@ -158,6 +158,11 @@ class SeedPlan:
                     found[step.label] = step
         return sorted(found.values(), key=lambda step: step.depth)
 
+    @property
+    def not_counted(self) -> list[Step]:
+        """Steps that the file leaves out of costs, with all before them."""
+        return [self.steps[name] for name in self.file.not_counted]
+
     def check(self) -> None:
         """Plan all rows, and refuse what could only fail once work was done."""
         for name in names_in(str(self.data)):

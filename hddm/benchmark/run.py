@@ -242,11 +242,10 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     # By identity, since a step and a finished model may have one name.
     models: dict[tuple[str, int], ModelResult] = {}
     for plan in plans:
-        not_counted = [plan.steps[name] for name in file.not_counted]
         for row in plan.rows:
             key = row.model.identity, plan.seed
             if key not in models:
-                models[key] = model_cost(row.model, plan.seed, not_counted, records)
+                models[key] = model_cost(row.model, plan.seed, plan.not_counted, records)
     scored = []
     for table in file.tables:
         for plan in plans:

@@ -12,7 +12,12 @@ from typing import Any
 
 from hddm.benchmark.costs import calibration_path, cost_path
 from hddm.benchmark.lines import RunCommand
-from hddm.benchmark.overlap import refuse_shared_images, steps_before_shared_images
+from hddm.benchmark.origin import counted_parts
+from hddm.benchmark.overlap import (
+    refuse_shared_images,
+    steps_before_shared_images,
+    steps_of_scored_images,
+)
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step, link_to
 from hddm.utils.errors import HddmError, errors_as
@@ -55,7 +60,9 @@ class SeedRun:
     workers: Backend
     progress: Progress
     shows_commands: bool
-    _reported: Counter[str] = field(default_factory=Counter)
+    _reported: Counter[str] = field(default_factory=Counter, init=False)
+    _unchecked: list[Step] = field(default_factory=list, init=False)
+    """Steps that ended since images were compared, and after which there is more to compare."""
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -66,43 +73,53 @@ class SeedRun:
         """Do the steps that are not done, each as soon as its inputs are, then count their operations."""
         left = [step for step in self.steps if not step.is_done]
         names = {step.identity: step.label for step in left}
+        scored = steps_of_scored_images(self.plan)
         calls = []
         for step in longest_first(left):
-            inputs = [read.identity for read in step.inputs.values()]
-            after = frozenset(names[one] for one in inputs if one in names)
-            calls.append(
-                self._call(_do, step, step.label, units=step.units, writes=step.result, after=after)
+            needed = {read.identity for read in step.inputs.values()}
+            if step.kind.learns:
+                # So that images that are scored too are refused before anything learns from them.
+                needed |= scored
+            after = frozenset(names[one] for one in needed if one in names)
+            call = Call(
+                _do,
+                self._arguments(step),
+                step.label,
+                units=step.units,
+                uses_gpu=step.values.get("device") != "cpu",
+                writes=step.result,
+                after=after,
             )
+            calls.append(call)
         self._link([step for step in self.steps if step.is_done])
         refuse_shared_images(self.plan)
         self.workers.run(calls, self._report, self._start, self._end)
+        self._refuse_shared_images()
         self._count_all(sum(step.is_counted for step in left))
 
     def _count_all(self, expected: int) -> None:
         """Count operations that are not counted; the units of progress of ``expected`` steps are for it."""
-        # What a row's samples cost, and what its model did; other samples are compared alone.
-        needed = set()
+        needed: dict[str, Step] = {}
         for row in self.plan.rows:
-            needed |= {row.samples.identity, *(step.identity for step in row.model.upstream)}
+            for step in (row.samples, *counted_parts(row.model, self.plan.not_counted)):
+                needed[step.identity] = step
         uncounted = {}
         calls = []
-        for step in self.steps:
-            if step.identity not in needed:
-                continue
+        for step in needed.values():
             if step.is_counted and not step.work.has(cost_path(step)):
                 uncounted[cost_path(step)] = step
-            if step.is_fitted and not step.work.has(calibration_path(step)):
+            if step.may_calibrate and not step.work.has(calibration_path(step)):
                 name = f"operations of the calibration of {step.label}"
-                calls.append(self._call(_count_calibration, step, name))
+                calls.append(Call(_count_calibration, self._arguments(step), name, uses_gpu=False))
         # Units of what was expected to be counted, and shares the count of another step.
         self.progress.skip(COUNTING * max(0, expected - len(uncounted)))
         for step in uncounted.values():
-            calls.append(self._call(_count, step, f"operations of {step.label}", units=COUNTING))
+            name = f"operations of {step.label}"
+            calls.append(Call(_count, self._arguments(step), name, units=COUNTING, uses_gpu=False))
         self.workers.run(calls, self._report, on_end=lambda call, _: self._report(call, 1.0))
 
-    def _call(self, function: Callable[..., float], step: Step, name: str, **more: Any) -> Call:
-        arguments = {"step": step, "run": self.run}
-        return Call(function, arguments, name, uses_gpu=step.values.get("device") != "cpu", **more)
+    def _arguments(self, step: Step) -> dict[str, Any]:
+        return {"step": step, "run": self.run}
 
     def _report(self, call: Call, part: float) -> None:
         # Of a step that was started again, the part that is done again does not count.
@@ -112,6 +129,9 @@ class SeedRun:
 
     def _start(self, call: Call) -> None:
         step = call.arguments["step"]
+        # Before what takes long.
+        if step.kind.learns or step.verb in ("sample", "evaluate"):
+            self._refuse_shared_images()
         if self.shows_commands:
             about = self.plan.file.about.get(step.name)
             introduction = f"\n{about}\n" if about else ""
@@ -124,11 +144,17 @@ class SeedRun:
             self.progress.say(f"    {call.name}: {duration(seconds)}")
         self._link([step])
         if step.identity in self._before_shared_images:
-            refuse_shared_images(self.plan)
+            self._unchecked.append(step)
 
     @cached_property
     def _before_shared_images(self) -> frozenset[str]:
         return steps_before_shared_images(self.plan)
+
+    def _refuse_shared_images(self) -> None:
+        """Look for shared images again if there is more to look at."""
+        if self._unchecked:
+            refuse_shared_images(self.plan)
+            self._unchecked.clear()
 
     def _link(self, steps: Iterable[Step]) -> None:
         """Link to what steps wrote by all their names, for people to look at."""

@@ -226,12 +226,12 @@ class Step:
 
     @property
     def is_counted(self) -> bool:
-        """True if its operations are counted."""
+        """True if its operations are counted where a row, or a row's model, comes from it."""
         return self.kind.is_training or self.verb == "sample"
 
     @property
-    def is_fitted(self) -> bool:
-        """True if it may end with a calibration, or is one; this one's operations are counted apart."""
+    def may_calibrate(self) -> bool:
+        """True for a training or a calibration; operations of the fit are counted apart."""
         return self.kind.is_training or self.verb == "calibrate"
 
     @property

@@ -202,10 +202,11 @@ def _write_or_copy(plan: ConversionPlan, folder: Path) -> tuple[str, dict[str, s
                 copy_file(files[0], weights, progress)
             copied = pool.submit(sha256_of, weights)
             with Progress(len(tensors), "check the weights") as progress:
-                is_same = holds_exactly(weights, tensors, True, progress)
+                is_same = holds_exactly(weights, tensors, _METADATA, True, progress)
             if is_same:
                 _write_config(folder, plan.built)
                 return copied.result(), {files[0].name: copied.result()}
+            # Its hash is still being computed.
             copied.result()
             weights.unlink()
         hashes = {path.name: pool.submit(sha256_of, path) for path in files}

@@ -24,7 +24,7 @@ _URL = f"https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metri
 
 
 def refuse_unknown(features: str) -> None:
-    """Raise `UsageError` for what `open_extractor` does not know by its name."""
+    """Raise `UsageError` for what `hddm.evaluation.features.open_extractor` does not know by its name."""
     if features not in NAMES and not features.endswith(CLASSIFIER_FILE):
         raise UsageError(
             f"`features` {features}: choose one of {', '.join(NAMES)}, or the {CLASSIFIER_FILE} file of a "
@@ -33,9 +33,9 @@ def refuse_unknown(features: str) -> None:
 
 
 def refuse_absent(features: str) -> None:
-    """Raise `HddmError` for a network whose weights are not on this machine, as `open_extractor` does.
+    """Raise `HddmError` for a network whose weights are not on this machine.
 
-    It reads no images, so a benchmark asks it before it trains anything.
+    `hddm.evaluation.features.open_extractor` would too; a benchmark asks before it trains anything.
     """
     option = f"`features` {features}"
     if features == "inception":

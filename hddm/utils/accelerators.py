@@ -3,8 +3,8 @@
 import os
 import sys
 
-_OF_GPUS = ("nvidia", "nvhost", "nvmap", "kfd", "dxg", "win")
-"""Beginnings of names of devices for GPUs (NVIDIA, its boards, AMD, Windows under Linux), and of Windows."""
+_OF_GPUS = ("nvidia", "nvhost", "nvmap", "kfd", "dxg")
+"""Beginnings of names of devices: of NVIDIA's GPUs, of those on its boards, of AMD's, and of Windows'."""
 
 
 def count_gpus() -> int:
@@ -26,5 +26,10 @@ def gpu_name() -> str | None:
 
 
 def _may_have_gpu() -> bool:
-    devices = os.listdir("/dev") if sys.platform == "linux" else [sys.platform]
+    if sys.platform != "linux":
+        return sys.platform == "win32"
+    try:
+        devices = os.listdir("/dev")
+    except OSError:
+        return True
     return any(name.startswith(_OF_GPUS) for name in devices)

@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -399,7 +399,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source.resolve(), target)
     except OSError:
-        shutil.copyfile(source, target)
+        copy_file(source, target)
 
 
 def copy_file(
@@ -410,18 +410,29 @@ def copy_file(
     ``on_bytes`` hears how many bytes were copied. Raises `HddmError` as `opened` and `writing`.
     """
     with opened(source) as file, writing(target), target.open("xb") as copy:
-        copied = 0
         try:
-            while count := os.copy_file_range(file.fileno(), copy.fileno(), _COPIED):
-                copied += count
-                on_bytes(count)
-        except (AttributeError, OSError):
-            if copied:
-                raise
-            # Not on this operating system, or not between these file systems.
-            while piece := file.read(_COPIED):
-                copy.write(piece)
-                on_bytes(len(piece))
+            _copy(file, copy, on_bytes)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+
+
+def _copy(file: BufferedReader, copy: BufferedWriter, on_bytes: Callable[[int], None]) -> None:
+    copied = 0
+    try:
+        while count := os.copy_file_range(file.fileno(), copy.fileno(), _COPIED):
+            copied += count
+            on_bytes(count)
+    except (AttributeError, OSError):
+        # Not on this operating system, or not between these file systems.
+        if copied:
+            raise
+    # Some file systems copy nothing, and say so by the same 0 as at the end.
+    while piece := file.read(_COPIED):
+        copy.write(piece)
+        on_bytes(len(piece))
+    # Which may fail on a full disk too.
+    copy.flush()
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -279,13 +279,16 @@ def has_header_of(
 def holds_exactly(
     path: Path,
     tensors: Sequence[Planned],
+    metadata: Mapping[str, str] | None = None,
     check_finite: bool = False,
     on_tensor: Callable[[int], None] = lambda count: None,
 ) -> bool:
-    """True if the file ``path`` of these names holds just these numbers, bit by bit.
+    """True if the file ``path`` is, byte by byte, what `write_safetensors` would write.
 
     Raises `HddmError` as `write_safetensors`, and `read_safetensors`.
     """
+    if not has_header_of(path, tensors, metadata):
+        return False
     held = read_safetensors(path)
     for planned in tensors:
         there = _pieces(held[planned.name])
@@ -350,7 +353,7 @@ def _is_finite(piece: Tensor) -> bool:
     if piece.itemsize == 1:
         return bool(piece.float().isfinite().all())
     infinite = torch.tensor(math.inf, dtype=piece.dtype).view(_UNSIGNED[piece.itemsize])
-    least = np.left_shift(infinite.numpy(), 1)
+    least = int(infinite.numpy()) << 1 & (1 << 8 * piece.itemsize) - 1
     bits = piece.view(_UNSIGNED[piece.itemsize]).numpy()
     return all(
         np.left_shift(bits[start : start + _FEW], 1).max() < least

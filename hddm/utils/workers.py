@@ -55,7 +55,7 @@ class Call:
     writes: Path | None = None
     """A file or folder that is there when it has ended."""
     after: frozenset[str] = frozenset()
-    """Names of calls that end before it starts; a name that no other call has is of one that has ended."""
+    """Names of other calls that end before it starts."""
 
 
 class Died(HddmError):
@@ -122,7 +122,7 @@ class Backend(ABC):
         on_end: Callable[[Call, Any], object] = lambda call, result: None,
         keep_going: bool = False,
     ) -> list[Any]:
-        """Results of ``calls``, in their order, in which they also start, each once those before it ended.
+        """Results of ``calls``, in their order, in which they also start, but for those that wait (`after`).
 
         ``on_report`` gets a call and what it reports, ``on_start`` each call as it starts for the first time,
         ``on_end`` each call and its result.
@@ -130,6 +130,8 @@ class Backend(ABC):
         The first `HddmError` of a call is raised, or with ``keep_going`` is its result. Before an error is
         raised, and `Interrupted` after a signal, all calls that run have saved and ended.
         """
+        names = {call.name for call in calls}
+        assert all(call.after <= names - {call.name} for call in calls)
         waiting, starts = list(range(len(calls))), collections.Counter[int]()
         running: dict[Any, int] = {}
         results: dict[int, Any] = {}
@@ -138,6 +140,7 @@ class Backend(ABC):
             while waiting or running:
                 unfinished = {calls[k].name for k in (*waiting, *running.values())}
                 ready = [k for k in waiting if not calls[k].after & unfinished]
+                assert ready or running, "calls that wait for one another"
                 for k in ready[: self.count - len(running)]:
                     waiting.remove(k)
                     starts[k] += 1

@@ -312,6 +312,31 @@ def test_scores_on_images_that_a_step_learned_from_are_refused(
     assert "are also training images of" in told
 
 
+def test_nothing_is_trained_before_scored_images_are_there_to_compare(
+    data: Path, tmp_path: Path
+) -> None:
+    # A long training, and scored images that little waits for.
+    steps = {
+        "whole": "partition $data/train --shards 1",
+        "scored": "partition $data/train --shards 2",
+        "one": "train expert $whole/shard_0 --size tiny --steps 1000",
+    }
+    evaluate = {**SMALL["evaluate"], "reference": "$whole", "held_out": "$scored/shard_0"}
+    chosen = small(steps=steps, evaluate=evaluate)
+    with inline() as commands:
+        told = refusal(run_benchmark, chosen, tmp_path / "out", LINES, data=data)
+    assert "are also training images of" in told
+    assert sorted(words[0] for words in commands) == ["partition", "partition"]
+
+
+def test_samples_of_no_row_are_not_counted(data: Path, tmp_path: Path) -> None:
+    steps = {**SMALL["steps"], "apart": "sample $one --num-images 3"}
+    with mock.patch.object(seed_run, "_count", wraps=seed_run._count) as counted:
+        run_inline(small(steps=steps), tmp_path / "out", data)
+    names = {call.kwargs["step"].name for call in counted.call_args_list}
+    assert names == {"one", "samples/one"}
+
+
 def test_scores_on_images_that_no_step_of_a_row_learned_from_are_fine(
     data: Path, jobs: Path, tmp_path: Path
 ) -> None:

@@ -260,6 +260,7 @@ def test_betas_can_be_recorded() -> None:
     assert "not numbers" in refusal(from_config, {"name": "discrete", "betas": [None, "a"]})
 
 
+HUGE = (math.inf, math.nan, 1e9, 10**400)
 STATED = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012}
 STATED = {**STATED, "beta_schedule": "scaled_linear", "_class_name": "PNDMScheduler"}
 
@@ -279,6 +280,8 @@ def test_a_record_tells_the_range_that_its_schedule_has(name: str) -> None:
     [
         *(LinearSchedule(), CosineSchedule(), EDMSchedule(), EDMSchedule(0.01, 5.0, 1.2)),
         DiscreteSchedule(torch.linspace(0.01, 0.3, 20, dtype=torch.float64)),
+        # Whose last alpha² is below the smallest number.
+        DiscreteSchedule(torch.linspace(0.01, 0.9, 1000, dtype=torch.float64)),
     ],
     ids=lambda one: type(one).__name__,
 )
@@ -295,6 +298,8 @@ def test_a_record_of_our_own_tells_the_range_that_its_schedule_has(schedule: Sch
         *({"name": "discrete", "betas": ["a", None]}, {"name": "discrete", "betas": [0.1, 1.5]}),
         {"name": "edm", "sigma_min": "small", "sigma_max": 80.0, "sigma_data": 0.5},
         {"name": "edm", "sigma_min": 2.0, "sigma_max": 1.0, "sigma_data": 0.5},
+        *({"name": "edm", "sigma_min": 1.0, "sigma_max": one, "sigma_data": 0.5} for one in HUGE),
+        {**STATED, "trained_betas": [0.1, 0.2], "num_train_timesteps": 1},
         *(
             {**STATED, "_class_name": "Other"},
             {**STATED, "more": 1},

@@ -23,3 +23,13 @@ def test_torch_is_asked_only_where_there_is_a_device(monkeypatch: pytest.MonkeyP
         **{"null": absent, "nvme0": absent},
         **{"nvidia0": present, "nvhost-gpu": present, "kfd": present, "dxg": present},
     }
+
+
+def test_torch_is_asked_where_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: str) -> list[str]:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert count_gpus() == 2

@@ -58,7 +58,8 @@ def test_benchmarks_are_planned_and_refused_without_torch(tmp_path: Path) -> Non
     codes = []
     for line, (code, output, heavy) in zip(lines, in_a_fresh_process(lines), strict=True):
         codes.append(code)
-        assert heavy & {"torch", "diffusers", "transformers"} == set(), (line, output)
+        # Charts, and the digits of the preset, have libraries of their own.
+        assert heavy & TORCH <= {"matplotlib", "sklearn"}, (line, output)
     assert codes == [0, 0, 2, 2]
 
 

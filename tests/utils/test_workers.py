@@ -53,7 +53,7 @@ def test_a_call_starts_once_those_before_it_have_ended(workers: Workers) -> None
     calls = [
         Call(chores.square, {"value": 1, "seconds": 0.5}, "long"),
         Call(chores.square, {"value": 2, "seconds": 0}, "last", after=frozenset({"long", "free"})),
-        Call(chores.square, {"value": 3, "seconds": 0}, "free", after=frozenset({"done before"})),
+        Call(chores.square, {"value": 3, "seconds": 0}, "free"),
     ]
     told: list[str] = []
     results = workers.run(
@@ -63,6 +63,22 @@ def test_a_call_starts_once_those_before_it_have_ended(workers: Workers) -> None
     )
     assert results == [1, 4, 9]
     assert told == ["long", "free", "free ended", "long ended", "last", "last ended"]
+
+
+@pytest.mark.integration
+def test_a_call_waits_for_one_that_is_started_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    calls = [
+        Call(chores.fail, {"path": tmp_path / "starts"}, "first"),
+        Call(chores.touch, {"path": tmp_path / "second"}, "second", after=frozenset({"first"})),
+    ]
+    with Workers(2, retries=1) as pool:
+        pool.run(
+            calls,
+            on_start=lambda call: told.append(call.name),
+            on_end=lambda call, _: told.append("end"),
+        )
+    assert told == ["first", "end", "second", "end"]
 
 
 @pytest.mark.integration
