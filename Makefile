@@ -1,17 +1,18 @@
 # Each target makes the virtual environment if it is missing; a change of pyproject.toml renews it. ARGS goes to
 # the command: make quickstart ARGS="--seeds 3", make test ARGS="tests/method -x".
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# uv installs where it is there: with a cache it takes seconds. It does not read pip's settings; make UV= takes pip.
-UV ?= $(shell command -v uv)
+# uv installs where it is there: with a cache it takes seconds. It does not read pip's settings (mirrors, constraints);
+# make quickstart UV= takes pip.
+UV ?= $(shell command -v uv 2>/dev/null)
 # pip would compile all modules of all packages, most of which no command imports. Python compiles a module when
 # it is first imported, and keeps the result only while this variable is empty.
 export PYTHONDONTWRITEBYTECODE =
 PIP = $(BIN)/python -m pip install --no-compile
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) --editable
-SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
+SAY = echo "installing into $(VENV) by $(if $(UV),uv,pip): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
 .PHONY: quickstart test soak docs check wheel-check clean
 
@@ -57,5 +58,5 @@ $(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
 	touch $@ $(VENV)/.ready $(VENV)/.ready-test
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hddm needs Python 3.11: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hddm needs Python 3.11 or newer: make quickstart PYTHON=python3.12")'
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV) || { rm -rf $(VENV); exit 1; }
