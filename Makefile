@@ -14,6 +14,9 @@ PIP = $(BIN)/python -m pip install --no-compile
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) --editable
 SAY = echo "installing into $(VENV) by $(if $(UV),uv,pip): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
+# What was installed into an environment that is gone, or whose Python is, is not there any more.
+GONE := $(shell test -x $(VENV)/bin/python || rm -f $(VENV)/.ready $(VENV)/.ready-test $(VENV)/.ready-dev)
+
 .PHONY: quickstart test soak docs check wheel-check clean
 
 quickstart: $(VENV)/.ready

@@ -22,7 +22,7 @@ from benchmarks.harness import RESULTS, ResultsOption, Start, WorkOption, main
 from hddm.utils.progress import Progress
 
 HERE = Path(__file__).resolve().parents[1]
-INSTALLERS = {"pip": ["UV="], "uv": []}
+INSTALLERS = {"pip": ["VENV=.venv", "UV="], "uv": ["VENV=.venv", "UV=uv"]}
 """Options of make for them."""
 
 

@@ -40,7 +40,7 @@ FLOW_MATCH_FAMILY = (
 EDM_FAMILY = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
 FAMILIES = (DDPM_FAMILY, FLOW_MATCH_FAMILY, EDM_FAMILY)
 MOST_STEPS = 100_000
-LARGEST_SIGMA = 1e6
+_LARGEST_SIGMA = 1e6
 EDM_KEYS = ("sigma_min", "sigma_max", "sigma_data")
 # The keys that fix a training schedule; all others of these classes belong to sampling.
 _BETAS = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
@@ -60,6 +60,8 @@ def stated_range(config: Mapping[str, Any], data_scale: float = 1.0) -> tuple[fl
     given = dict(config)
     name = given.pop("name", None)
     kind = given.pop("_class_name", None)
+    if name is not None and kind is not None:
+        return None
     if name in ("linear", "cosine") and not given:
         return 0.0, 1.0
     if name == "edm" and given.keys() == set(EDM_KEYS) and edm_problem(given) is None:
@@ -83,10 +85,10 @@ def edm_problem(values: Mapping[str, Any]) -> str | None:
     """What is wrong with the numbers of an EDM schedule, by `EDM_KEYS`; None if nothing is."""
     for name in EDM_KEYS:
         value = values[name]
-        if not _is_number(value) or not 1 / LARGEST_SIGMA <= value <= LARGEST_SIGMA:
+        if not _is_number(value) or not 1 / _LARGEST_SIGMA <= value <= _LARGEST_SIGMA:
             return (
-                f"{name} is {one_line(value, 40)}, and must be from {1 / LARGEST_SIGMA:g} to "
-                f"{LARGEST_SIGMA:g}"
+                f"{name} is {one_line(value, 40)}, and must be from {1 / _LARGEST_SIGMA:g} to "
+                f"{_LARGEST_SIGMA:g}"
             )
     if not values["sigma_min"] < values["sigma_max"]:
         return f"sigma_min {values['sigma_min']:g} is not below sigma_max {values['sigma_max']:g}"
@@ -103,7 +105,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_shares(values: Iterable[Any]) -> bool:
-    return all(_is_number(one) and 0 < one < 1 for one in values)
+    # In float32, where others are 0 or 1.
+    return all(_is_number(one) and 1e-38 < one < 1 - 2**-24 for one in values)
 
 
 def _betas(given: Mapping[str, Any]) -> Any:

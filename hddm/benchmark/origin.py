@@ -158,7 +158,7 @@ def model_cost(
     """What a model took, by its `counted_parts`."""
     origin = Origin.of(model)
     own = _own_steps(origin, model, not_counted)
-    parts = counted_parts(model, not_counted)
+    parts = [one for one in own if _has_cost(one)]
     costs = [_cost_of(one) for one in parts]
     router = 0
     for one, cost in zip(parts, costs, strict=True):

@@ -57,8 +57,11 @@ def refuse_shared_images(plan: SeedPlan) -> None:
     plan.work.finish(part, {})
 
 
-def steps_of_scored_images(plan: SeedPlan) -> frozenset[str]:
-    """Identities of the steps that make the images of the splits, where none of them learns."""
+def steps_before_first_comparison(plan: SeedPlan) -> frozenset[str]:
+    """Identities of the steps that `refuse_shared_images` waits for, where none of them learns.
+
+    They are what evaluations of real images read.
+    """
     found = set()
     for step in plan.splits.values():
         for read in step.inputs.values():

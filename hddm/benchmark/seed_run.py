@@ -1,10 +1,10 @@
-"""The steps of a seed, each run as soon as its inputs are there, and the count of their operations."""
+"""The steps of a seed, each run as soon as what it waits for is done, and the count of their operations."""
 
 import contextlib
 import io
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,8 @@ from hddm.benchmark.lines import RunCommand
 from hddm.benchmark.origin import counted_parts
 from hddm.benchmark.overlap import (
     refuse_shared_images,
+    steps_before_first_comparison,
     steps_before_shared_images,
-    steps_of_scored_images,
 )
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.steps import Step, link_to
@@ -35,18 +35,35 @@ def units_with_counting(step: Step) -> int:
     return step.units + (COUNTING if step.is_counted else 0)
 
 
-def longest_first(steps: Sequence[Step]) -> list[Step]:
+def waits(steps: Iterable[Step], scored: frozenset[str]) -> dict[str, set[str]]:
+    """Identities of the steps that each of ``steps`` waits for, by its identity.
+
+    They are its inputs, and for what learns from images also those ``scored`` ones that none may be of.
+    """
+    found = {}
+    for step in steps:
+        found[step.identity] = {read.identity for read in step.inputs.values()}
+        if step.kind.learns:
+            found[step.identity] |= scored
+    return found
+
+
+def longest_first(steps: Sequence[Step], waits_for: Mapping[str, set[str]]) -> list[Step]:
     """Sort steps by the time of the longest chain that begins with them, and runs to an end.
 
-    The chain that decides when all is done starts first, and each step comes after its inputs.
+    So the chain that decides when all is done starts first.
     """
     chains: dict[str, int] = {}
-    # What waits for a step is deeper.
-    for step in sorted(steps, key=lambda step: -step.depth):
+
+    def comes_late(step: Step) -> tuple[bool, int]:
+        # What waits for a step is deeper, but for what learns: it waits for images of any depth.
+        return any(one.kind.learns for one in step.upstream), step.depth
+
+    for step in sorted(steps, key=comes_late, reverse=True):
         chain = chains.get(step.identity, 0) + step.units
         chains[step.identity] = chain
-        for read in step.inputs.values():
-            chains[read.identity] = max(chains.get(read.identity, 0), chain)
+        for read in waits_for[step.identity]:
+            chains[read] = max(chains.get(read, 0), chain)
     return sorted(steps, key=lambda step: -chains[step.identity])
 
 
@@ -61,8 +78,8 @@ class SeedRun:
     progress: Progress
     shows_commands: bool
     _reported: Counter[str] = field(default_factory=Counter, init=False)
-    _unchecked: list[Step] = field(default_factory=list, init=False)
-    """Steps that ended since images were compared, and after which there is more to compare."""
+    _unchecked: set[str] = field(default_factory=set, init=False)
+    """Identities of steps that ended since images were compared, after which there is more to compare."""
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -70,17 +87,14 @@ class SeedRun:
         return list({step.identity: step for step in self.plan.all}.values())
 
     def do_all(self) -> None:
-        """Do the steps that are not done, each as soon as its inputs are, then count their operations."""
+        """Do the steps that are not done, each once what it waits for is, then count their operations."""
         left = [step for step in self.steps if not step.is_done]
         names = {step.identity: step.label for step in left}
-        scored = steps_of_scored_images(self.plan)
+        # So that images that are scored too are refused before anything learns from them.
+        waits_for = waits(left, steps_before_first_comparison(self.plan))
         calls = []
-        for step in longest_first(left):
-            needed = {read.identity for read in step.inputs.values()}
-            if step.kind.learns:
-                # So that images that are scored too are refused before anything learns from them.
-                needed |= scored
-            after = frozenset(names[one] for one in needed if one in names)
+        for step in longest_first(left, waits_for):
+            after = frozenset(names[one] for one in waits_for[step.identity] if one in names)
             call = Call(
                 _do,
                 self._arguments(step),
@@ -100,8 +114,11 @@ class SeedRun:
     def _count_all(self, expected: int) -> None:
         """Count operations that are not counted; the units of progress of ``expected`` steps are for it."""
         needed: dict[str, Step] = {}
+        models = {row.model.identity: row.model for row in self.plan.rows}
         for row in self.plan.rows:
-            for step in (row.samples, *counted_parts(row.model, self.plan.not_counted)):
+            needed[row.samples.identity] = row.samples
+        for model in models.values():
+            for step in counted_parts(model, self.plan.not_counted):
                 needed[step.identity] = step
         uncounted = {}
         calls = []
@@ -112,7 +129,7 @@ class SeedRun:
                 name = f"operations of the calibration of {step.label}"
                 calls.append(Call(_count_calibration, self._arguments(step), name, uses_gpu=False))
         # Units of what was expected to be counted, and shares the count of another step.
-        self.progress.skip(COUNTING * max(0, expected - len(uncounted)))
+        self.progress.skip(COUNTING * (expected - len(uncounted)))
         for step in uncounted.values():
             name = f"operations of {step.label}"
             calls.append(Call(_count, self._arguments(step), name, units=COUNTING, uses_gpu=False))
@@ -144,7 +161,7 @@ class SeedRun:
             self.progress.say(f"    {call.name}: {duration(seconds)}")
         self._link([step])
         if step.identity in self._before_shared_images:
-            self._unchecked.append(step)
+            self._unchecked.add(step.identity)
 
     @cached_property
     def _before_shared_images(self) -> frozenset[str]:

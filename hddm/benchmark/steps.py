@@ -64,7 +64,7 @@ STEP_KINDS = {
     ),
     "evaluate": StepKind(units=15_000),
     "partition": StepKind(units=3_000),
-    "data old-model": StepKind(is_of_unknown_cost=True, units_a_step=96.0),
+    "data old-model": StepKind(is_of_unknown_cost=True, learns=True, units_a_step=96.0),
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(
@@ -226,7 +226,7 @@ class Step:
 
     @property
     def is_counted(self) -> bool:
-        """True if its operations are counted where a row, or a row's model, comes from it."""
+        """True if its operations may count (`hddm.benchmark.origin.counted_parts`)."""
         return self.kind.is_training or self.verb == "sample"
 
     @property

@@ -395,7 +395,10 @@ def refuse_full_disk(out: Path, size: float) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make ``target`` a hard link to ``source`` if the file system allows, else a copy."""
+    """Make ``target`` a hard link to ``source`` if the file system allows, else a copy.
+
+    Raises `HddmError` as `copy_file`, also for a target that is there.
+    """
     try:
         os.link(source.resolve(), target)
     except OSError:
@@ -418,21 +421,21 @@ def copy_file(
 
 
 def _copy(file: BufferedReader, copy: BufferedWriter, on_bytes: Callable[[int], None]) -> None:
-    copied = 0
-    try:
-        while count := os.copy_file_range(file.fileno(), copy.fileno(), _COPIED):
-            copied += count
-            on_bytes(count)
-    except (AttributeError, OSError):
-        # Not on this operating system, or not between these file systems.
-        if copied:
-            raise
-    # Some file systems copy nothing, and say so by the same 0 as at the end.
+    # Not all systems do this, nor between all file systems; some copy nothing, and say 0 as at the end.
+    # What is left is copied by reading, which fails as it should on a full disk.
+    while count := _copied_by_system(file, copy):
+        on_bytes(count)
     while piece := file.read(_COPIED):
         copy.write(piece)
         on_bytes(len(piece))
     # Which may fail on a full disk too.
     copy.flush()
+
+
+def _copied_by_system(file: BufferedReader, copy: BufferedWriter) -> int:
+    with contextlib.suppress(AttributeError, OSError):
+        return os.copy_file_range(file.fileno(), copy.fileno(), _COPIED)
+    return 0
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -131,7 +131,8 @@ class Backend(ABC):
         raised, and `Interrupted` after a signal, all calls that run have saved and ended.
         """
         names = {call.name for call in calls}
-        assert all(call.after <= names - {call.name} for call in calls)
+        for call in calls:
+            assert call.after <= names, f"{call.name} waits for what is no call"
         waiting, starts = list(range(len(calls))), collections.Counter[int]()
         running: dict[Any, int] = {}
         results: dict[int, Any] = {}

@@ -288,7 +288,7 @@ def test_results_name_all_machines_that_did_their_steps(
 # Images that it must not have seen.
 
 
-@pytest.mark.parametrize("verb", ["train expert", "train router", "calibrate"])
+@pytest.mark.parametrize("verb", ["train expert", "train router", "calibrate", "old model"])
 def test_scores_on_images_that_a_step_learned_from_are_refused(
     verb: str, data: Path, jobs: Path, tmp_path: Path
 ) -> None:
@@ -296,6 +296,7 @@ def test_scores_on_images_that_a_step_learned_from_are_refused(
         "train expert": "train expert $whole/shard_0 --size tiny",
         "train router": "train router $whole --steps 2 --batch-size 8",
         "calibrate": "calibrate $one --data $whole/shard_0",
+        "old model": "convert $by-diffusers",
     }
     steps = {
         **SMALL["steps"],
@@ -305,6 +306,9 @@ def test_scores_on_images_that_a_step_learned_from_are_refused(
     }
     if verb != "train router":
         steps["both"] = "assemble $learned $other"
+    if verb == "old model":
+        before = {"by-diffusers": "data old-model $whole/shard_0 --steps 1"}
+        steps = {"whole": steps["whole"], **before, **steps, "both": "assemble $learned"}
     evaluate = {**SMALL["evaluate"], "held_out": "$parts"}
     changed = small(steps=steps, rows={"both": "$both"}, evaluate=evaluate)
     told = refusal(run_inline, changed, tmp_path / "new", data, jobs=jobs)
@@ -335,6 +339,15 @@ def test_samples_of_no_row_are_not_counted(data: Path, tmp_path: Path) -> None:
         run_inline(small(steps=steps), tmp_path / "out", data)
     names = {call.kwargs["step"].name for call in counted.call_args_list}
     assert names == {"one", "samples/one"}
+
+
+def test_what_was_there_before_is_not_even_counted(data: Path, tmp_path: Path) -> None:
+    steps = {**SMALL["steps"], "more": "train expert $parts/shard_0 --init $one --steps 3"}
+    chosen = small(steps=steps, rows={"more": "$more"}, not_counted=["one"])
+    with mock.patch.object(seed_run, "_count", wraps=seed_run._count) as counted:
+        run_inline(chosen, tmp_path / "out", data)
+    names = {call.kwargs["step"].name for call in counted.call_args_list}
+    assert names == {"more", "samples/more"}
 
 
 def test_scores_on_images_that_no_step_of_a_row_learned_from_are_fine(

@@ -10,13 +10,15 @@ import yaml
 
 from hddm.benchmark import steps as steps_module
 from hddm.benchmark.file import TAKEN, BenchmarkFile, preset_names, read_benchmark
+from hddm.benchmark.overlap import steps_before_first_comparison
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.run import commands
-from hddm.benchmark.seed_run import longest_first
+from hddm.benchmark.seed_run import longest_first, waits
 from hddm.benchmark.steps import Step
 from hddm.utils.work import Work
 from hddm_cli.lines import LINES
 from tests.artefacts import Command, refusal
+from tests.benchmark.small import SMALL, plan_of
 from tests.benchmark_files import ALONE, CONTENT, MIXED, SINGLE, file, write_sides
 
 
@@ -86,16 +88,31 @@ def test_a_training_by_diffusers_is_expected_to_take_as_long_as_one_of_ours(data
 
 def test_what_most_work_waits_for_runs_first(tmp_path: Path) -> None:
     plan = SeedPlan(read_benchmark("quickstart"), 0, Work(tmp_path), LINES)
-    order = longest_first(plan.all)
+    waits_for = waits(plan.all, steps_before_first_comparison(plan))
+    order = longest_first(plan.all, waits_for)
     names = [step.name for step in order]
     assert names[:3] == ["digits", "shards-old", "old-pipeline"]
     # Although each of the new experts takes half as many steps as fine-tuning.
     assert names.index("router") > names.index("fine-tuned")
     before: set[str] = set()
     for step in order:
-        assert {read.identity for read in step.inputs.values()} <= before
+        assert waits_for[step.identity] <= before
         before.add(step.identity)
     assert sorted(names) == sorted(step.name for step in plan.all)
+
+
+def test_scored_images_that_little_reads_are_there_before_much_else(data: Path) -> None:
+    steps = {
+        "scored": "partition $data/test --shards 1",
+        "parts": "partition $data/train --shards 4",
+        **{f"one-{k}": f"train expert $parts/shard_{k} --size tiny --steps 900" for k in range(4)},
+    }
+    evaluate = {**SMALL["evaluate"], "held_out": "$scored"}
+    rows = {"one": "$one-0"}
+    plan = plan_of(data, Path("jobs"), steps=steps, rows=rows, evaluate=evaluate)
+    waits_for = waits(plan.all, steps_before_first_comparison(plan))
+    names = [step.name for step in longest_first(plan.all, waits_for)]
+    assert set(names[:2]) == {"scored", "parts"}
 
 
 def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_path: Path) -> None:

@@ -300,6 +300,8 @@ def test_a_record_of_our_own_tells_the_range_that_its_schedule_has(schedule: Sch
         {"name": "edm", "sigma_min": 2.0, "sigma_max": 1.0, "sigma_data": 0.5},
         *({"name": "edm", "sigma_min": 1.0, "sigma_max": one, "sigma_data": 0.5} for one in HUGE),
         {**STATED, "trained_betas": [0.1, 0.2], "num_train_timesteps": 1},
+        {**STATED, "trained_betas": [0.1, 1e-50, 0.2]},
+        {"name": "linear", "_class_name": "DDPMScheduler"},
         *(
             {**STATED, "_class_name": "Other"},
             {**STATED, "more": 1},

@@ -33,3 +33,12 @@ def test_torch_is_asked_where_devices_cannot_be_listed(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert count_gpus() == 2
+
+
+def test_macs_have_none_and_windows_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = {}
+    for system in ("darwin", "win32"):
+        monkeypatch.setattr("sys.platform", system)
+        found[system] = count_gpus()
+    assert found == {"darwin": 0, "win32": 2}

@@ -21,6 +21,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import (
     check_absent,
     copy_file,
+    link_or_copy,
     locked,
     new_folder,
     read_json,
@@ -206,11 +207,28 @@ def test_a_copy_is_the_same_whoever_copies(
     copy_file(tmp_path / "a", tmp_path / "b", heard.append)
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
     assert heard == [1000, 1000, 500]
-    assert "File exists" in refusal(copy_file, tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").write_bytes(b"other")
+    for function in (copy_file, link_or_copy):
+        assert "File exists" in refusal(function, tmp_path / "a", tmp_path / "b")
+    assert len((tmp_path / "b").read_bytes()) == 2500
+    (tmp_path / "a").write_bytes(bytes(2500))
     with largest_file(1500):
         refused = refusal(copy_file, tmp_path / "a", tmp_path / "c")
     assert f"{tmp_path / 'c'}: cannot be written (File too large)" in refused
     assert not (tmp_path / "c").exists()
+
+
+def test_what_cannot_be_linked_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a").write_bytes(b"content")
+    (tmp_path / "b").symlink_to("a")
+    link_or_copy(tmp_path / "b", tmp_path / "c")
+    assert not (tmp_path / "c").is_symlink()
+    assert (tmp_path / "c").read_bytes() == b"content"
+    assert (tmp_path / "c").stat().st_nlink == 1
 
 
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
