@@ -206,6 +206,8 @@ def killed_uploads(s3: S3, tmp_path: Path, kills: int) -> int:
     """Kill uploads at random moments, and repeat them; the number that were killed before their end."""
     draws = random.Random(0)
     interrupted = 0
+    # Seconds of the shortest upload that came to its end, so that most kills come before it.
+    longest = 2.0
     for number in range(kills):
         folder = tmp_path / f"result_{number}"
         (folder / "parts").mkdir(parents=True)
@@ -218,13 +220,15 @@ def killed_uploads(s3: S3, tmp_path: Path, kills: int) -> int:
         code = UPLOAD.format(folder=str(folder), address=place)
         own = in_its_own()
         own.pop("capture_output")
-        for wait in (draws.uniform(0, 2), draws.uniform(0, 2), None):
+        for wait in (draws.uniform(0, longest), draws.uniform(0, longest), None):
             pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             with subprocess.Popen([sys.executable, "-c", code], **own, **pipes) as process:
                 assert process.stdout is not None
                 process.stdout.readline()
+                began = time.perf_counter()
                 try:
                     process.wait(timeout=wait)
+                    longest = min(longest, time.perf_counter() - began)
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGKILL)
                     interrupted += 1
