@@ -77,7 +77,8 @@ def _weigh(
 @contextlib.contextmanager
 def _copied(expert: Path, out: Path, record: str) -> Iterator[Path]:
     """A copy of a model's folder, of hard links where possible, that becomes ``out`` after the block."""
-    from hddm.utils.files import link_or_copy, new_folder
+    from hddm.utils.copies import link_or_copy
+    from hddm.utils.files import new_folder
 
     with new_folder(out, record) as draft:
         for path in sorted(expert.rglob("*")):

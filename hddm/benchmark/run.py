@@ -19,9 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.costs import (
-    cost_path,
-)
+from hddm.benchmark.costs import cost_path
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.lines import CommandLine, RunCommand
 from hddm.benchmark.objective import compare_objective

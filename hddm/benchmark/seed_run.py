@@ -127,7 +127,7 @@ class SeedRun:
                 uncounted[cost_path(step)] = step
             if step.may_calibrate and not step.work.has(calibration_path(step)):
                 name = f"operations of the calibration of {step.label}"
-                calls.append(Call(_count_calibration, self._arguments(step), name, uses_gpu=False))
+                calls.append(Call(_count_calibration, {"step": step}, name, uses_gpu=False))
         # Units of what was expected to be counted, and shares the count of another step.
         self.progress.skip(COUNTING * (expected - len(uncounted)))
         for step in uncounted.values():
@@ -221,7 +221,7 @@ def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     return seconds
 
 
-def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
+def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> None:
     """Count the operations of one image of a training or of a sampling, and record them."""
     from hddm.benchmark.counting import TrainingCost, count_sampling, count_training
 
@@ -235,17 +235,15 @@ def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> floa
             cost = count_training(line, run, is_of_few_steps)
         step.refuse_changed()
     step.work.finish(cost_path(step), cost._asdict())
-    return 0.0
 
 
-def _count_calibration(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
+def _count_calibration(step: Step, report: Callable[[float], None]) -> None:
     """Count the operations of the calibration of a step that is done, and record them."""
     from hddm.benchmark.counting import calibration_flop
 
     with _started(step, io.StringIO()):
         flop = calibration_flop(step)
     step.work.finish(calibration_path(step), {"flop": flop})
-    return 0.0
 
 
 @contextlib.contextmanager

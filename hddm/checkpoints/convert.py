@@ -44,10 +44,10 @@ from hddm.networks.wrappers import OPTIONAL_CONDITIONS, NetworkWrapper
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, EDMSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
+from hddm.utils.copies import copy_file
 from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import (
     check_absent,
-    copy_file,
     new_folder,
     refuse_full_disk,
     sha256_of,

@@ -46,10 +46,10 @@ from hddm.experts.records import (
 )
 from hddm.networks.families.family import ForeignLayer
 from hddm.settings import Reading
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError, UsageError, counted, shown
 from hddm.utils.files import (
     check_absent,
-    link_or_copy,
     new_folder,
     refuse_full_disk,
     sha256_of,

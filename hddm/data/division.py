@@ -22,8 +22,9 @@ from hddm.data.entries import NO_LABEL, PART, Entries, ShardHash, Texts
 from hddm.data.features import ImageFeatures
 from hddm.data.shard_records import FORMAT, HELD_OUT, ShardManifest, write_list, write_manifest
 from hddm.data.sources.base import ImageSource
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError
-from hddm.utils.files import link_or_copy, sha256_of
+from hddm.utils.files import sha256_of
 from hddm.utils.progress import Progress
 from hddm.utils.syncing import sync_all
 from hddm.utils.work import Draft

@@ -64,8 +64,9 @@ from hddm.networks.programs.permission import opens_programs
 from hddm.settings import AssemblySettings, keywords
 from hddm.strategies import Strategy, refuse_unrouted
 from hddm.utils.addresses import Address, refuse_fetched
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore, sha256_once
+from hddm.utils.files import inside, is_draft, new_folder, restore, sha256_once
 from hddm.utils.hub import local
 from hddm.utils.records import MANIFEST, MODEL_INDEX, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite

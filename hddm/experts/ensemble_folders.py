@@ -36,12 +36,12 @@ from hddm.experts.ensemble_records import (
 from hddm.experts.record_folders import write_records
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_expert_record
 from hddm.utils.addresses import refuse_fetched
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError, an
 from hddm.utils.files import (
     alone,
     inside,
     is_draft,
-    link_or_copy,
     new_folder,
     sha256_once,
     write_json,

@@ -33,8 +33,8 @@ from hddm.networks.unread import Unread
 from hddm.networks.wrappers import NetworkWrapper, without_weights
 from hddm.prompt_router import Topic
 from hddm.schedules import from_config
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError
-from hddm.utils.files import link_or_copy
 from hddm.utils.records import WEIGHTS, damage, refuse_damaged
 from hddm.velocity import Resizing, VelocityField
 

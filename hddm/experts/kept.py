@@ -20,8 +20,9 @@ from hddm.networks.prompts import (
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import class_stated, text_encoder_class, text_encoder_config
 from hddm.networks.tokenizer import tokenizer_class
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, link_or_copy, read_json, write_json
+from hddm.utils.files import inside, read_json, write_json
 from hddm.utils.records import (
     MANIFEST,
     MODEL_INDEX,

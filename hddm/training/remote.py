@@ -21,9 +21,10 @@ from hddm.training.loop import OnTrainingStep
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import RunOptions
 from hddm.utils.addresses import Address, is_file, names_below, reached
+from hddm.utils.copies import link_or_copy
 from hddm.utils.errors import HddmError
 from hddm.utils.fetching import fetched
-from hddm.utils.files import below, link_or_copy, new_folder, write_whole
+from hddm.utils.files import below, new_folder, write_whole
 from hddm.utils.processes import number_of_processes
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage
 from hddm.utils.uploading import (

@@ -353,7 +353,7 @@ def _is_finite(piece: Tensor) -> bool:
     if piece.itemsize == 1:
         return bool(piece.float().isfinite().all())
     infinite = torch.tensor(math.inf, dtype=piece.dtype).view(_UNSIGNED[piece.itemsize])
-    least = int(infinite.numpy()) << 1 & (1 << 8 * piece.itemsize) - 1
+    least = int(infinite.numpy()) << 1
     bits = piece.view(_UNSIGNED[piece.itemsize]).numpy()
     return all(
         np.left_shift(bits[start : start + _FEW], 1).max() < least

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hddm.utils import files
+from hddm.utils import copies
+from hddm.utils.copies import copy_file, link_or_copy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
     check_absent,
-    copy_file,
-    link_or_copy,
     locked,
     new_folder,
     read_json,
@@ -201,7 +200,7 @@ def test_a_copy_is_the_same_whoever_copies(
         # Some file systems say that they have copied all, and have copied nothing.
         instead = refuse if way == "refused" else lambda *_: 0
         monkeypatch.setattr(os, "copy_file_range", instead, raising=False)
-    monkeypatch.setattr(files, "_COPIED", 1000)
+    monkeypatch.setattr(copies, "_COPIED", 1000)
     (tmp_path / "a").write_bytes(random.Random(0).randbytes(2500))
     heard: list[int] = []
     copy_file(tmp_path / "a", tmp_path / "b", heard.append)
